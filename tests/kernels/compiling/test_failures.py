@@ -45,7 +45,7 @@ def compare(backend: Any, make: Any = Net, **settings: Any) -> tuple[str, Compil
     actual, messages = messages_of(lambda: train(callback, model=make(), **settings))
     assert_same(actual, train(model=make(), **settings))
     [message] = messages
-    assert "nothing is lost" in message
+    assert "no batch is lost" in message
     for module in actual["model"].modules():
         assert "forward" not in vars(module)
     return message, callback
@@ -246,5 +246,5 @@ def test_missing_compiler_falls_back_and_is_named(tmp_path: Path) -> None:
     [(messages, modes)] = launch(without_compiler, str(tmp_path), processes=1)
     [message] = messages
     assert "/nowhere/c++" in message
-    assert "nothing is lost" in message
+    assert "no batch is lost" in message
     assert modes[0] == "eager"
