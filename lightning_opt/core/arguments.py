@@ -53,13 +53,13 @@ def is_number(value: Any) -> bool:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return ``"; did you mean '...'?"`` with the closest known name, or a full stop."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    """Return ``"; did you mean '...'?"`` with the closest known name, or ``"."`` without one."""
+    matches = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else "."
 
 
 def function_named(name: str, given: Callable[..., Any] | str | None) -> Any:
-    """Return a function that may be given as an import path; None stays None.
+    """Return ``given``, or import it if it is an import path; None stays None.
 
     Raises:
         ValueError: If there is no such function. The error names the argument ``name``.
@@ -68,12 +68,12 @@ def function_named(name: str, given: Callable[..., Any] | str | None) -> Any:
         return given
     module, _, attribute = str(given).rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{name} must be a function or its import path such as 'package.module.function', "
             f"got {given!r}: {error}."
         ) from error
-    if not callable(found):
-        raise ValueError(f"{name} must be a function, and {given!r} is {type(found).__name__}.")
-    return found
+    if not callable(function):
+        raise ValueError(f"{name} must be a function, and {given!r} is {type(function).__name__}.")
+    return function

@@ -97,10 +97,10 @@ def autotune(
 def parse_budget(budget: str | float) -> float:
     """Return the seconds of ``90``, ``"90s"``, ``"1.5m"`` or ``"1h"``."""
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|m|min|h|)\s*", budget)
-        if not found or float(found[1]) <= 0:
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|m|min|h|)\s*", budget)
+        if not match or float(match[1]) <= 0:
             raise ValueError(
                 f"budget must be seconds or a text such as '90s', '10m' or '1h', got {budget!r}."
             )
-        return float(found[1]) * UNITS[found[2]]
+        return float(match[1]) * UNITS[match[2]]
     return check_positive("budget", budget)

@@ -75,14 +75,14 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _source_files(modules: Iterable[str]) -> Iterator[str]:
-    queue, seen = list(modules), set[str]()
+    queue, visited = list(modules), set[str]()
     while queue:
         name = queue.pop()
         module = sys.modules.get(name)
         file = str(getattr(module, "__file__", None) or "")
-        if name in seen or not Path(file).is_file():
+        if name in visited or not Path(file).is_file():
             continue
-        seen.add(name)
+        visited.add(name)
         if file.startswith(INSTALLED) or "site-packages" in file:
             continue
         yield file

@@ -70,8 +70,8 @@ class Progress:
             sys.stderr.flush()
 
     def start_trial(self, switches: Switches, best: Trial) -> None:
-        left, name = self.deadline - time.monotonic(), " + ".join(switches) or "baseline"
-        time_left = f"{left:.0f} s left" if left > 0 else "the last"
+        seconds_left, name = self.deadline - time.monotonic(), " + ".join(switches) or "baseline"
+        time_left = f"{seconds_left:.0f} s left" if seconds_left > 0 else "the last"
         so_far = f"; best so far: {best.name}, {_ratios(best)}" if best.switches else ""
         self.write(f"trying {name} ({time_left}{so_far})")
 

@@ -52,12 +52,12 @@ MAX_NOISE_ERRORS = 4.0
 
 
 def judge(
-    own: Observed, baseline: Observed, reference_run: Callable[[str], Observed]
+    candidate: Observed, baseline: Observed, reference_run: Callable[[str], Observed]
 ) -> tuple[float | None, str]:
     """Judge whether a candidate learns the same as the baseline.
 
     Args:
-        own: The observations of the candidate.
+        candidate: The observations of the candidate.
         baseline: The observations of the baseline.
         reference_run: Returns the observations of another run of the baseline: ``"float32"`` for
             eager float32, ``"noise"`` for other random numbers in the model (only if needed).
@@ -66,22 +66,24 @@ def judge(
         The cosine from :func:`compare_gradients`, and a sentence on the first difference, or "".
     """
     exact = reference_run("float32").gradients
-    agreement, why = compare_gradients(own.gradients, exact)
+    agreement, why = compare_gradients(candidate.gradients, exact)
     if why:
-        agreement, why = compare_gradients(own.gradients, exact, reference_run("noise").gradients)
-    why = why or compare_distances(own.moved, baseline.moved)
-    if not why and compare_losses(own.losses, baseline.losses):
-        why = compare_losses(own.losses, baseline.losses, reference_run("noise").losses)
+        agreement, why = compare_gradients(
+            candidate.gradients, exact, reference_run("noise").gradients
+        )
+    why = why or compare_distances(candidate.moved, baseline.moved)
+    if not why and compare_losses(candidate.losses, baseline.losses):
+        why = compare_losses(candidate.losses, baseline.losses, reference_run("noise").losses)
     return agreement, why
 
 
 def compare_gradients(
-    own: Sequence[Gradients], reference: Sequence[Gradients], noise: Sequence[Gradients] = ()
+    candidate: Sequence[Gradients], reference: Sequence[Gradients], noise: Sequence[Gradients] = ()
 ) -> tuple[float | None, str]:
     """Compare the gradients of the first steps.
 
     Args:
-        own: Gradients of the candidate, one mapping per update.
+        candidate: Gradients of the candidate, one mapping per update.
         reference: Gradients in eager float32, on the same batches.
         noise: Gradients of the baseline on the same batches, with other random numbers.
 
@@ -93,30 +95,32 @@ def compare_gradients(
     """
     least: float | None = None
     compared: set[str] = set()
-    for step, (mine, theirs) in enumerate(zip(own, reference, strict=False)):
-        if not all(bool(values.isfinite().all()) for values in mine.values()):
+    for step, (gradients, targets) in enumerate(zip(candidate, reference, strict=False)):
+        if not all(bool(values.isfinite().all()) for values in gradients.values()):
             continue
-        usual = noise[step] if step < len(noise) else theirs
+        noisy = noise[step] if step < len(noise) else targets
         largest: dict[str, float] = {}
-        for name, target in theirs.items():
+        for name, target in targets.items():
             module = name.rpartition(".")[0]
             largest[module] = max(largest.get(module, 0.0), _size(target))
-        for name, target in theirs.items():
+        for name, target in targets.items():
             if name in compared or not bool(target.isfinite().all()) or not target.any():
                 continue
             compared.add(name)
-            values = mine.get(name, torch.zeros_like(target))
+            values = gradients.get(name, torch.zeros_like(target))
             floor = MAX_CANCELLATION_ERROR * largest[name.rpartition(".")[0]]
             cosine, length = _cosine(values, target)
             if _size(target) > floor:
                 least = cosine if least is None else min(least, cosine)
             if _size(values - target) <= floor:
                 continue
-            wanted, spread = _cosine(usual.get(name, torch.zeros_like(target)), target)
+            noise_cosine, noise_length = _cosine(noisy.get(name, torch.zeros_like(target)), target)
             # The cosine of few elements is uncertain by this much.
-            if cosine < MIN_COSINE * wanted - 2 / math.sqrt(len(target)) or not values.any():
+            if cosine < MIN_COSINE * noise_cosine - 2 / math.sqrt(len(target)) or not values.any():
                 return cosine, _direction_difference(name, cosine, values)
-            allowed = MAX_LENGTH_RATIO * max(spread, 1 / spread if spread else math.inf)
+            allowed = MAX_LENGTH_RATIO * max(
+                noise_length, 1 / noise_length if noise_length else math.inf
+            )
             if not 1 / allowed <= length <= allowed:
                 return cosine, (
                     f"the gradient of {name} is {length:.3g} times as long as that of eager "
@@ -125,8 +129,8 @@ def compare_gradients(
     return least, ""
 
 
-def _direction_difference(name: str, cosine: float, own: Tensor) -> str:
-    if not own.any():
+def _direction_difference(name: str, cosine: float, candidate: Tensor) -> str:
+    if not candidate.any():
         return f"{name} gets no gradient, and the baseline trains it"
     return (
         f"the gradient of {name} points elsewhere than that of eager float32 from equal weights "
@@ -139,33 +143,35 @@ def _size(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-def _cosine(own: Tensor, reference: Tensor) -> tuple[float, float]:
-    own, reference = own.double(), reference.double()
-    length, unit = float(own.norm()), float(reference.norm())
-    return float(own @ reference) / (length * unit) if length * unit else 0.0, length / unit
+def _cosine(candidate: Tensor, reference: Tensor) -> tuple[float, float]:
+    candidate, reference = candidate.double(), reference.double()
+    length, unit = float(candidate.norm()), float(reference.norm())
+    return float(candidate @ reference) / (length * unit) if length * unit else 0.0, length / unit
 
 
-def compare_distances(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
+def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
     """Return how the distances of the weights from their start differ, or ""."""
     # Later both may have converged.
     steps = max(
-        (own.keys() & reference.keys()).intersection(range(MAX_DISTANCE_STEPS + 1)), default=0
+        (candidate.keys() & reference.keys()).intersection(range(MAX_DISTANCE_STEPS + 1)), default=0
     )
-    mine, theirs = own.get(steps, {}), reference.get(steps, {})
-    if not any(mine.values()) or not any(theirs.values()):
+    moved, expected = candidate.get(steps, {}), reference.get(steps, {})
+    if not any(moved.values()) or not any(expected.values()):
         return ""  # nothing moved yet: the loss scale is still searched, or the learning rate is 0
-    lost = [name for name in theirs if theirs[name] and not mine.get(name)]
-    if lost:
-        named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    unchanged = [name for name in expected if expected[name] and not moved.get(name)]
+    if unchanged:
+        named = ", ".join(unchanged[:3]) + (
+            f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else ""
+        )
         return f"after {steps} steps it has not changed {named}, which the baseline trains"
-    ratio = math.hypot(*mine.values()) / math.hypot(*theirs.values())
+    ratio = math.hypot(*moved.values()) / math.hypot(*expected.values())
     if not 1 / MAX_DISTANCE_RATIO <= ratio <= MAX_DISTANCE_RATIO:
         return f"after {steps} steps its weights have moved {ratio:.2g} times as far"
     return ""
 
 
 def compare_losses(
-    own: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
+    candidate: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
 ) -> str:
     """Return a sentence on how the losses differ, or "".
 
@@ -173,26 +179,26 @@ def compare_losses(
     the baseline's progress, by the noise of the batches, or by the randomness of the model.
 
     Args:
-        own: Losses of the candidate.
+        candidate: Losses of the candidate.
         reference: Losses of the baseline.
         noise: Losses of the baseline on the same batches, with other random numbers.
     """
-    steps = min(len(own), len(reference))
-    for step, (loss, baseline) in enumerate(zip(own, reference, strict=False)):
+    steps = min(len(candidate), len(reference))
+    for step, (loss, baseline) in enumerate(zip(candidate, reference, strict=False)):
         if not math.isfinite(loss):
             finite = math.isfinite(baseline)
             return f"its loss is {loss} at step {step}, and the baseline's is not" if finite else ""
     if not steps or not all(map(math.isfinite, reference[:steps])):
         return ""
     last = max(1, steps // 3)
-    theirs = reference[steps - last : steps]
-    mean = statistics.fmean(theirs)
+    last_losses = reference[steps - last : steps]
+    mean = statistics.fmean(last_losses)
     # Over all steps, as a few are too few for a spread; each draws new random numbers.
     pairs = [one - other for one, other in zip(noise, reference, strict=False)]
     randomness = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
-    error = max(3 * statistics.pstdev(theirs), MAX_NOISE_ERRORS * randomness) / math.sqrt(last)
+    error = max(3 * statistics.pstdev(last_losses), MAX_NOISE_ERRORS * randomness) / math.sqrt(last)
     allowed = max(MAX_LOSS_SHARE * abs(mean), MAX_PROGRESS_SHARE * abs(reference[0] - mean), error)
-    difference = statistics.fmean(own[steps - last : steps]) - mean
+    difference = statistics.fmean(candidate[steps - last : steps]) - mean
     if abs(difference) <= allowed:
         return ""
     return (

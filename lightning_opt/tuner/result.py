@@ -133,8 +133,8 @@ class TuneResult:
             if trial is not best and trial.verdict == "accepted" and (trial.high or 0) >= 1
         ]
         if space.left_out:
-            left = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
-            lines.append(f"Not tried: {left}.")
+            reasons = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
+            lines.append(f"Not tried: {reasons}.")
         lines += self._further_lines()
         if not self.complete:
             lines.append("The budget ended before the search did; a longer one may find more.")
@@ -203,11 +203,11 @@ class TuneResult:
             ValueError: If the settings cannot be written down.
         """
         before = dict(plain(self.space.settings(())))
-        found = ""
+        text = ""
         for form, name in ((to_python, "trainer.py"), (to_yaml, "trainer.yaml")):
             old, new = (form(kwargs).splitlines(True) for kwargs in (before, self.settings))
-            found += "".join(difflib.unified_diff(old, new, f"yours/{name}", f"tuned/{name}", n=99))
-        return found
+            text += "".join(difflib.unified_diff(old, new, f"yours/{name}", f"tuned/{name}", n=99))
+        return text
 
     def to_json(self) -> str:
         """Return answer, settings, trials and facts as JSON."""

@@ -173,14 +173,14 @@ class Search:
 
     def _gaining(self) -> list[str]:
         alone = {name: self._alone(name) for name in self.switches}
-        found = [
+        gaining = [
             name
             for name, outcome in alone.items()
             if outcome.score <= 1 - self.min_gain / 3
             or (outcome.score <= 1 + 2 * TIE and outcome.low < 1 - self.min_gain)
             or (name == self.first and outcome.score < HOPELESS)
         ]
-        return sorted(found, key=lambda name: alone[name].score)
+        return sorted(gaining, key=lambda name: alone[name].score)
 
     def _unions(self) -> list[Switches]:
         """Return the two best unions of switches that gain.
@@ -207,7 +207,7 @@ class Search:
             for name in self.switches
             if name not in best and (self._alone(name).retry or self._alone(name).score < HOPELESS)
         ]
-        found = [
+        neighbours = [
             tuple(other for other in best if other != name)
             for name in best
             if len(best) > 1 and (worse_than_parts or self._alone(name).score > 1 - self.min_gain)
@@ -220,9 +220,9 @@ class Search:
             gain = self._alone(name).score / self._product(excluded)
             promising = gain <= (1 + 5 * TIE if excluded else 1 - 2 * TIE)
             if len(excluded) < 2 and (interacts or promising) and (rest or not excluded):
-                found.append((*rest, name))
+                neighbours.append((*rest, name))
         for one, other in itertools.combinations(outside, 2):
             curable = self._alone(one).retry or self._alone(other).retry
             if self.interacts(one, other) and (curable or self._product((one, other)) < HOPELESS):
-                found += [(one, other), (*best, one, other)]
-        return found
+                neighbours += [(one, other), (*best, one, other)]
+        return neighbours

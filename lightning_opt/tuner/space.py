@@ -324,12 +324,14 @@ def in_float32(settings: Settings) -> dict[str, Any]:
     """Return objects for the Trainer with eager float32; to be called in the training process."""
     if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
         torch.compiler.set_stance("force_eager")  # for parts that the model compiles itself
-    made = make_settings(settings)
+    arguments = make_settings(settings)
     plugins = [
-        plugin for plugin in listed(made.get("plugins")) if not isinstance(plugin, Precision)
+        plugin for plugin in listed(arguments.get("plugins")) if not isinstance(plugin, Precision)
     ]
-    callbacks = [one for one in listed(made.get("callbacks")) if not isinstance(one, CompileModel)]
-    return {**made, "precision": "32-true", "plugins": plugins, "callbacks": callbacks}
+    callbacks = [
+        one for one in listed(arguments.get("callbacks")) if not isinstance(one, CompileModel)
+    ]
+    return {**arguments, "precision": "32-true", "plugins": plugins, "callbacks": callbacks}
 
 
 def listed(value: Any) -> list[Any]:
@@ -339,12 +341,12 @@ def listed(value: Any) -> list[Any]:
 
 
 def classes(settings: Mapping[str, Any]) -> set[str]:
-    found = [item for name in LISTS for item in listed(settings.get(name))]
+    items = [item for name in LISTS for item in listed(settings.get(name))]
     return {
         str(item["class_path"]).rpartition(".")[2]
         if isinstance(item, Mapping)
         else type(item).__name__
-        for item in found
+        for item in items
         if not isinstance(item, str)
     }
 

@@ -200,18 +200,18 @@ class Tuning:
 
     def _largest_batches(self, best: Switches) -> dict[Switches, int]:
         """Return the samples of the largest batch that fits, without switches and with the best."""
-        found: dict[Switches, int] = {}
+        sizes: dict[Switches, int] = {}
         for switches in dict.fromkeys(((), best)):
             self._progress.start_trial(switches, self._trials[best])
             process, file = self._start(switches, "batch")
             try:
                 process.advance(2)
-                found[switches] = Observed.read(file).facts.samples
+                sizes[switches] = Observed.read(file).facts.samples
             except FitFailed as failure:
                 self._progress.write(f"No largest batch was found: {failure.message}")
             finally:
                 process.close()
-        return found
+        return sizes
 
     def _measure(self, configurations: Sequence[Switches]) -> Iterator[Outcome]:
         for trial in self._try(configurations):
@@ -250,7 +250,7 @@ class Tuning:
 
 
 def machine() -> dict[str, Any]:
-    versions = {made.__name__: made.__version__ for made in (torch, lightning, lightning_opt)}
+    versions = {module.__name__: module.__version__ for module in (torch, lightning, lightning_opt)}
     counts = {"cpus": available_cpus(), "gpus": torch.cuda.device_count()}
     names = {"machine": platform.machine(), "python": platform.python_version()}
     return names | counts | versions

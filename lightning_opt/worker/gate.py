@@ -32,20 +32,21 @@ RUN_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """Trainer arguments unless the user's settings have them: no output, no validation, no end."""
 
-LONGEST_PAUSE = timedelta(days=1)
+MAX_PAUSE = timedelta(days=1)
 """Timeout of the broadcast in which ranks wait for the next block."""
 
 SPIN_SECONDS = 0.01
-"""How long OpenMP's threads may spin after a block. They would slow down the first steps of the
-process whose turn is next, by up to a tenth."""
+"""Seconds to wait after a block until OpenMP's threads stop spinning. Spinning threads slow the
+first steps of the next process by up to a tenth."""
 
 
 class Step(NamedTuple):
     """One batch of a run.
 
     Attributes:
-        seconds: From the end of the previous batch to its own end, including the wait for data. By
-            CUDA events on a GPU; on other devices than CPU and GPU the mean over its block.
+        seconds: From the end of the previous batch to its own end, including the wait for data.
+            Measured by CUDA events on a GPU. On devices other than CPU and GPU: the mean over its
+            block.
         loss: The return value of ``training_step``, NaN without one.
         samples: Samples in the batch, over all ranks.
     """
@@ -89,7 +90,7 @@ class StepGate(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
-            self._group = dist.new_group(backend="gloo", timeout=LONGEST_PAUSE)
+            self._group = dist.new_group(backend="gloo", timeout=MAX_PAUSE)
         self._clock = StepClock(trainer.strategy.root_device)
         self._ready(trainer)
         self._start_block(trainer)
@@ -195,17 +196,17 @@ class _LenientSchedulers(pl.Callback):
 
 
 def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
-    """Remove the callbacks from a Trainer's arguments, and return those that a short run can have.
+    """Remove the callbacks from a Trainer's arguments; return the ones that a short run can use.
 
     Lightning rejects checkpoint callbacks where checkpoints are disabled, and early stopping needs
     validation.
     """
     given = arguments.pop("callbacks", None) or []
-    needs = {Checkpoint: "enable_checkpointing", EarlyStopping: "limit_val_batches"}
+    required = {Checkpoint: "enable_checkpointing", EarlyStopping: "limit_val_batches"}
     kept = [
         callback
         for callback in ([given] if isinstance(given, pl.Callback) else given)
-        if all(arguments.get(name) for kind, name in needs.items() if isinstance(callback, kind))
+        if all(arguments.get(name) for base, name in required.items() if isinstance(callback, base))
     ]
     return [*kept, _LenientSchedulers()]
 
@@ -226,8 +227,8 @@ def run(
         model: Makes the LightningModule.
         data: Makes the data.
         settings: Arguments of the Trainer.
-        gate: Added as the last callback.
-        seed: Of the random numbers of Python, NumPy and torch.
+        gate: The gate, added as the last callback.
+        seed: The seed of Python, NumPy and torch.
         on_device: Called with the device of this process before the model is created.
 
     Raises:
@@ -253,15 +254,16 @@ def run(
     on_device(trainer.strategy.root_device)
     start_on_first_cpu(trainer)  # so that memory is allocated near that CPU
     reseed()
-    made = make("model", model)
-    if not isinstance(made, pl.LightningModule):
+    module = make("model", model)
+    if not isinstance(module, pl.LightningModule):
         raise TypeError(
-            f"model must make a LightningModule (of lightning.pytorch), got {type(made).__name__}."
+            "model must make a LightningModule (of lightning.pytorch), got "
+            f"{type(module).__name__}."
         )
     reseed()
     loader = make("data", data)
     reseed()
     datamodule = loader if isinstance(loader, pl.LightningDataModule) else None
     with contextlib.suppress(Stopped):
-        trainer.fit(made, None if datamodule else loader, datamodule=datamodule)
+        trainer.fit(module, None if datamodule else loader, datamodule=datamodule)
     return trainer

@@ -1,4 +1,4 @@
-"""Functions and import paths from which a new process makes the model, the data and the Trainer."""
+"""Factories: functions and import paths that create the model, the data and the Trainer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def check_settings(name: str, given: Any) -> Any:
 def _check_callable(name: str, given: Any) -> None:
     import torch
 
-    if isinstance(given, torch.nn.Module) or not callable(given):  # modules are no factories
+    # Modules are callable but are not factories.
+    if isinstance(given, torch.nn.Module) or not callable(given):
         raise TypeError(
             f"{name} must be a function without arguments that makes it, or its import path such "
             f"as 'package.module:attribute', because each process makes its own. Got an object of "
@@ -58,9 +59,9 @@ def _check_callable(name: str, given: Any) -> None:
 
 def make(name: str, factory: Factory) -> Any:
     """Import the factory, if it is a path, and call it."""
-    found = import_attribute(factory) if isinstance(factory, str) else factory
-    _check_callable(name, found)
-    return found()
+    function = import_attribute(factory) if isinstance(factory, str) else factory
+    _check_callable(name, function)
+    return function()
 
 
 def plain(given: Settings) -> Mapping[str, Any]:
@@ -84,16 +85,16 @@ def make_settings(given: Settings) -> dict[str, Any]:
 
 def import_attribute(path: str) -> Any:
     """Import the object at ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``."""
-    place, _, attribute = path.rpartition(":")
-    module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
+    source, _, attribute = path.rpartition(":")
+    module = _module_of_file(source) if source.endswith(".py") else importlib.import_module(source)
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise ImportError(f"There is no {attribute!r} in {place!r}, named by {path!r}.") from error
+        raise ImportError(f"There is no {attribute!r} in {source!r}, named by {path!r}.") from error
 
 
 def _module_of_file(path: str) -> ModuleType:
-    """Import a file, once, under the name that ``import`` would give it from its own folder."""
+    """Import a file once, under the name it would have if imported from its folder."""
     file = Path(path).resolve()
     name = file.stem
     loaded = sys.modules.get(name)
@@ -122,13 +123,13 @@ def _module_of_file(path: str) -> ModuleType:
 def instantiate(value: Any) -> Any:
     """Create objects from ``{"class_path": ..., "init_args": {...}}``, inside lists and dicts too.
 
-    As LightningCLI does, except for its conversion of types.
+    Like LightningCLI, but without its conversion of types.
     """
     if isinstance(value, Mapping):
-        made = {key: instantiate(item) for key, item in value.items()}
-        if "class_path" not in made or not made.keys() <= {"class_path", "init_args"}:
-            return made
-        return _class_of(made["class_path"])(**(made.get("init_args") or {}))
+        items = {key: instantiate(item) for key, item in value.items()}
+        if "class_path" not in items or not items.keys() <= {"class_path", "init_args"}:
+            return items
+        return _class_of(items["class_path"])(**(items.get("init_args") or {}))
     if isinstance(value, list):
         return [instantiate(item) for item in value]
     return value
@@ -136,9 +137,9 @@ def instantiate(value: Any) -> Any:
 
 def _class_of(path: str) -> Any:
     module, _, name = path.rpartition(".")
-    places: Iterable[str] = (module,) if module else SHORT_NAMES
-    for place in places:
-        found = getattr(importlib.import_module(place), name, None)
-        if found is not None:
-            return found
-    raise ImportError(f"There is no class {path!r}; looked in {', '.join(places)}.")
+    modules: Iterable[str] = (module,) if module else SHORT_NAMES
+    for module_name in modules:
+        result = getattr(importlib.import_module(module_name), name, None)
+        if result is not None:
+            return result
+    raise ImportError(f"There is no class {path!r}; looked in {', '.join(modules)}.")

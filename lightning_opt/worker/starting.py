@@ -48,7 +48,7 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
     Args:
         run: A function of a module, called in the process with its end of a connection, a
             :class:`Place` to enter, and the arguments.
-        *arguments: Of the function; they are pickled.
+        *arguments: Further arguments of the function; they are pickled.
 
     Returns:
         The process, and this end of the connection.
@@ -63,7 +63,7 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
     place = Place(environment, os.getcwd(), multiprocessing.get_start_method(allow_none=True))  # noqa: PTH109
     with _lock, mock.patch.dict(os.environ, environment, clear=True), _without_main_script():
         context = _context(environment, run.__module__)
-        get_temp_dir()  # else each process makes one, which remains when it is killed
+        get_temp_dir()  # else each process creates one that remains after a kill
         with ctrl_c_held():
             ours, theirs = context.Pipe()
             with theirs:
@@ -95,17 +95,17 @@ def _launch_server(context: Any) -> None:
     with ctrl_c_held():
         forkserver.ensure_running()
     for server in set(here.children()) - set(before):
-        # By itself it would end seconds after this process.
+        # Without this it would end seconds after this process.
         Finalize(None, server.kill, exitpriority=-1)
     context.Process(target=os.getpid).start()
 
 
 @contextlib.contextmanager
 def ctrl_c_held() -> Iterator[None]:
-    """Defer Ctrl-C until the end, so that opened files and started processes have an owner by then.
+    """Defer Ctrl-C to the end of the context, when new files and processes have an owner.
 
-    A terminal sends it to all processes. It is blocked too, so that processes started here inherit
-    the mask and do not receive it.
+    A terminal sends Ctrl-C to all processes. The signal is also blocked, so that processes started
+    here inherit the mask and do not receive it.
     """
     handler = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -137,7 +137,7 @@ def _without_main_script() -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """The surroundings of a new process."""
+    """Environment variables, working directory and start method of a new process."""
 
     environment: dict[str, str]
     folder: str

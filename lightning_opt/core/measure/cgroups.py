@@ -21,7 +21,7 @@ def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     In a container the path in ``/proc/self/cgroup`` is often the host's, which does not exist
     there. The mounted group is then the container's own.
     """
-    groups = [partial(_read_memory, *found) for found in _folders(root, "memory")]
+    groups = [partial(_read_memory, *folder) for folder in _folders(root, "memory")]
     return [group for group in groups if group() is not None]
 
 
@@ -47,12 +47,12 @@ def find_cpu_quota(root: Path = Path("/")) -> float | None:
 
 def _quota(folder: Path, version: int) -> float | None:
     if version == 2:
-        given, period = [*" ".join(_lines(folder / "cpu.max")).split(), "", ""][:2]
+        quota, period = [*" ".join(_lines(folder / "cpu.max")).split(), "", ""][:2]
     else:
-        given, period = ("".join(_lines(folder / f"cpu.cfs_{name}_us")) for name in _CFS)
-    if not given.isdigit() or not period.isdigit() or not int(period):
+        quota, period = ("".join(_lines(folder / f"cpu.cfs_{name}_us")) for name in _CFS)
+    if not quota.isdigit() or not period.isdigit() or not int(period):
         return None  # "max", or -1
-    return int(given) / int(period)
+    return int(quota) / int(period)
 
 
 _CFS = ("quota", "period")
@@ -60,11 +60,11 @@ _CFS = ("quota", "period")
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yield folder and version of this process's groups, each followed by its parents."""
-    for version, mount, inside in _mounts(root, controller):
-        own = _own_path(root, version, controller)
+    for version, mount, root_path in _mounts(root, controller):
+        path = _own_path(root, version, controller)
         folder = mount
-        if own is not None and own.is_relative_to(inside):
-            relative = own.relative_to(inside)
+        if path is not None and path.is_relative_to(root_path):
+            relative = path.relative_to(root_path)
             if ".." not in relative.parts and (mount / relative).is_dir():
                 folder = mount / relative
         yield folder, version
@@ -80,11 +80,11 @@ def _mounts(root: Path, controller: str) -> Iterator[tuple[int, Path, PurePosixP
         if len(fields) < 5 or not kind:
             continue
         folder = root / fields[4].replace("\\040", " ").lstrip("/")
-        inside = PurePosixPath(fields[3])
+        root_path = PurePosixPath(fields[3])
         if kind[0] == "cgroup2":
-            yield 2, folder, inside
+            yield 2, folder, root_path
         elif kind[0] == "cgroup" and controller in kind[-1].split(","):
-            yield 1, folder, inside
+            yield 1, folder, root_path
 
 
 def _own_path(root: Path, version: int, controller: str) -> PurePosixPath | None:

@@ -22,12 +22,12 @@ MESSAGES = (
     "unable to find an engine to execute",  # cuDNN without memory for a workspace
     "failed to cuda calloc",  # NCCL
 )
-"""Parts, in lower case, of the messages of out-of-memory ``RuntimeError``s."""
+"""Lower-case parts of the messages of out-of-memory ``RuntimeError``s."""
 
-UNCLEAR = ("cudnn_status_not_supported", "cublas_status_not_initialized")
+AMBIGUOUS_MESSAGES = ("cudnn_status_not_supported", "cublas_status_not_initialized")
 """Parts of messages that mean out-of-memory only if the device is almost full."""
 
-FULL = 0.05
+MIN_FREE_SHARE = 0.05
 """A device with a smaller share of free memory is almost full."""
 
 CAUGHT = (RuntimeError, MemoryError, OSError)
@@ -42,9 +42,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     message = str(error).lower()
-    if any(part in message for part in UNCLEAR) and torch.cuda.is_initialized():
+    if any(part in message for part in AMBIGUOUS_MESSAGES) and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        return free < FULL * total
+        return free < MIN_FREE_SHARE * total
     return any(part in message for part in MESSAGES)
 
 

@@ -19,8 +19,8 @@ from lightning_opt.core.measure.cgroups import find_cpu_quota
 log = logging.getLogger(__name__)
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16")
-"""Flags of x86 CPUs that multiply in bfloat16. Others convert each number; on one of them this took
-13 times as long as float32."""
+"""Flags of x86 CPUs that multiply in bfloat16. On others each number is converted, which was
+measured to take 13 times as long as float32."""
 
 
 def allowed_cpus() -> list[int]:
@@ -84,10 +84,10 @@ def why_no_bf16(device: str, forks: bool = False) -> str | None:
 def why_no_compiler(device: str, forks: bool = False) -> str | None:
     """Return why torch.compile cannot compile for this type of device; None if it can."""
     if device != "cuda":
-        return f"torch.compile for {device!r} has not been tried" if device != "cpu" else None
-    usual = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc", "cl"]
-    if not any(map(shutil.which, usual)):
-        return f"there is no C compiler ({', '.join(usual)})"
+        return None if device == "cpu" else f"torch.compile for {device!r} has not been tried"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc", "cl"]
+    if not any(map(shutil.which, compilers)):
+        return f"there is no C compiler ({', '.join(compilers)})"
     if find_spec("triton") is None:
         return "triton is not installed"
     capability = cuda_capability(forks)
@@ -98,10 +98,10 @@ def why_no_compiler(device: str, forks: bool = False) -> str | None:
 
 def describe_machine(device: str) -> str:
     cpus = available_cpus()
-    words = [f"{cpus} CPU{'s' * (cpus > 1)} ({platform.machine()})", f"torch {torch.__version__}"]
+    parts = [f"{cpus} CPU{'s' * (cpus > 1)} ({platform.machine()})", f"torch {torch.__version__}"]
     if device == "cuda" and torch.cuda.is_initialized():
-        words.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
-    return ", ".join(words)
+        parts.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    return ", ".join(parts)
 
 
 # --- the NVIDIA driver (NVML) -------------------------------------------------------------------
@@ -134,10 +134,12 @@ def lowest_capability() -> tuple[int, int] | None:
         return None
     try:
         handles = map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
-        found = [tuple(library.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles]
+        capabilities = [
+            tuple(library.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles
+        ]
     except library.NVMLError:
         return None
-    return min(found, default=None)
+    return min(capabilities, default=None)
 
 
 def used_memory(library: ModuleType, handle: Any) -> int | None:

@@ -97,10 +97,10 @@ class MemoryLimits:
 
     def read(self) -> list[Usage]:
         """Return one entry per limit that can be read."""
-        found = [self._device(), *(read() for read in self._host)]
+        usages = [self._device(), *(read() for read in self._host)]
         readings = (group() for group in self._groups)
-        found += [Usage("cgroup", *reading) for reading in readings if reading is not None]
-        return [usage for usage in found if usage is not None and usage.total > 0]
+        usages += [Usage("cgroup", *reading) for reading in readings if reading is not None]
+        return [usage for usage in usages if usage is not None and usage.total > 0]
 
     def room(self) -> float:
         """Return the bytes left to the nearest limit."""
@@ -127,9 +127,8 @@ def live_bytes(device: torch.device) -> int:
     when memory is freed inside the heap.
     """
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats_as_nested_dict(
-            device
-        )  # five times as fast as `memory_stats`
+        # Five times as fast as `memory_stats`.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
         return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
     heap = malloc_info()
     return heap.used if heap is not None else resident_memory()

@@ -11,8 +11,8 @@ import torch
 
 Item = TypeVar("Item")
 
-MAX_PENDING = 256
-"""Steps that wait to be read before the clock reads the finished ones by itself."""
+MAX_UNREAD_STEPS = 256
+"""Maximum number of unread steps; the clock then reads the finished ones by itself."""
 
 
 def wait_for(device: torch.device | str) -> None:
@@ -57,7 +57,7 @@ class StepClock:
         end = self._mark()
         if self._start is not None and keep:
             self._pending.append((self._start, end))
-            if len(self._pending) >= MAX_PENDING:
+            if len(self._pending) >= MAX_UNREAD_STEPS:
                 self._collect()
         self._start = end
 
@@ -124,22 +124,22 @@ def time_in_turns(
 
     Args:
         candidates: Functions without arguments, by name.
-        rounds: Timings of each candidate.
-        calls: Calls within one timing, for all candidates or by name.
+        rounds: Number of timings of each candidate.
+        calls: Number of calls within one timing, for all candidates or by name.
         device: The device that the candidates use.
-        warmup: Rounds before those, whose timings are discarded.
+        warmup: Number of earlier rounds whose timings are discarded.
         after_round: Called after each round, outside the timings.
 
     Returns:
-        For each candidate the seconds of one call, one number a round.
+        For each candidate, the seconds of one call in each round.
     """
     counts = calls if isinstance(calls, Mapping) else dict.fromkeys(candidates, calls)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for round_number in range(-warmup, rounds):
         for name in rotated(list(candidates), round_number):
-            taken = time_calls(candidates[name], counts[name], device)
+            elapsed = time_calls(candidates[name], counts[name], device)
             if round_number >= 0:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
         if after_round is not None:
             after_round()
     return seconds

@@ -28,7 +28,7 @@ class UnsplittableBatchError(ValueError):
 
 
 def batch_length(batch: Any) -> int:
-    """Return the number of samples. Raise if tensors differ in it, or if there are none."""
+    """Return the number of samples. Raise if the tensors disagree, or if there are none."""
     lengths: dict[int, str] = {}
     for place, leaf in _leaves(batch, "batch"):
         if not _is_shared(leaf):
@@ -52,8 +52,8 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
     tuples and dataclasses are rebuilt around the parts.
 
     Args:
-        batch: As the DataLoader gave it.
-        size: At least 1.
+        batch: A batch as returned by the DataLoader.
+        size: The largest number of samples in a part, at least 1.
 
     Raises:
         UnsplittableBatchError: See :func:`batch_length`.
@@ -81,7 +81,7 @@ def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
     gradient of the whole batch, if the loss is a mean over samples.
 
     Args:
-        batch: As the DataLoader gave it.
+        batch: A batch as returned by the DataLoader.
         size: The largest number of samples in a part, at least 1.
 
     Raises:
@@ -161,9 +161,9 @@ def samples_in(batch: Any) -> int:
 
 
 def check_tokens(tokens: int | str | None) -> int | str | None:
-    return (
-        tokens if tokens is None or isinstance(tokens, str) else check_at_least("tokens", tokens, 1)
-    )
+    if tokens is None or isinstance(tokens, str):
+        return tokens
+    return check_at_least("tokens", tokens, 1)
 
 
 def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:
@@ -193,14 +193,14 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _is_shared(leaf: Any) -> bool:
-    """Return whether a leaf belongs to every part."""
+    """Return whether a leaf is the same in every part."""
     if isinstance(leaf, (Tensor, np.ndarray)):
         return leaf.ndim == 0
     return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic))
 
 
 def _is_container(value: Any) -> bool:
-    """Return whether each entry is to be cut, and not the container itself."""
+    """Return whether the entries are cut one by one, instead of the container itself."""
     if isinstance(value, Tensor):  # fast path
         return False
     if isinstance(value, Mapping) or _is_dataclass(value) or _is_named_tuple(value):

@@ -13,7 +13,7 @@ from lightning_opt.core.modules.patching import forwards_of
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile runs this very module."""
+    """Return whether torch.compile runs this module itself."""
     return hooks_are_compiled(module) or _compiles_forward(module)
 
 
@@ -22,7 +22,7 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether activations of this very module are recomputed in the backward pass."""
+    """Return whether activations of this module itself are recomputed in the backward pass."""
     return (
         any(forward.recomputes for forward in forwards_of(module))
         or getattr(module, "gradient_checkpointing", False) is True  # Transformers
@@ -41,7 +41,7 @@ def run_eagerly() -> Any:
 
 
 def hooks_are_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile runs this very module together with its hooks."""
+    """Return whether torch.compile runs this module itself together with its hooks."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None  # module.compile()
         or "_orig_mod" in module._modules  # torch.compile(module)

@@ -31,23 +31,23 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
     Replacements of the same attribute may end in any order.
     """
-    own, ours = vars(owner), []
+    attributes_of_owner, added = vars(owner), []
     for name, value in attributes.items():
-        current = own.get(name, _NOT_SET)
+        current = attributes_of_owner.get(name, _NOT_SET)
         layers = _LAYERS.setdefault((id(owner), name), [_Layer(current)])
-        layers[-1].value = current  # it may have been set since
+        layers[-1].value = current  # other code may have set the attribute meanwhile
         layer = _Layer(value)
         layers.append(layer)
-        ours.append((name, layers, layer))
-    own.update(attributes)
+        added.append((name, layers, layer))
+    attributes_of_owner.update(attributes)
     try:
         yield
     finally:
-        for name, layers, layer in ours:
+        for name, layers, layer in added:
             is_latest = layers[-1] is layer
             layers.remove(layer)
             if is_latest:
-                _restore(own, name, layers[-1].value)
+                _restore(attributes_of_owner, name, layers[-1].value)
             if len(layers) == 1:
                 del _LAYERS[id(owner), name]
 

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple, deque)
 """Types of attributes that are restored: counters, flags, collected outputs."""
 
-MAX_COPIED = 1000
+MAX_COPIED_ENTRIES = 1000
 """Containers with more entries are not copied; only their length is restored."""
 
-MAX_SEARCHED = 100
+MAX_SEARCHED_ENTRIES = 100
 """Containers with more entries are not searched for inner containers, tensors and generators."""
 
 MAX_DEPTH = 5
-"""Levels of nested containers and objects that are searched."""
+"""Maximum depth at which nested containers and objects are searched."""
 
-SMALL = 64 * 2**10
-"""Bytes of a tensor that is always copied, even if no step was seen to write it."""
+ALWAYS_COPIED_BYTES = 64 * 2**10
+"""Tensors up to this size are always copied, even if no step has written them."""
 
-LARGE = 64 * 2**20
-"""Bytes above which a tensor attribute, such as a data set, is not copied on the first batch.
-Buffers of any size are."""
+MAX_ATTRIBUTE_BYTES = 64 * 2**20
+"""On the first batch larger tensor attributes, such as data sets, are not copied. Buffers of any
+size are copied."""
 
 _CONTAINERS = (list, dict, set, deque)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -68,7 +68,7 @@ class StepState:
         modules = list(module.modules())
         self._buffers = [owner._buffers for owner in modules if owner._buffers]
         # torch's own layers, which most modules are, have no state in attributes.
-        self._attributes = [vars(owner) for owner in modules if _is_users(type(owner))]
+        self._attributes = [vars(owner) for owner in modules if _has_user_state(type(owner))]
         self._written: set[tuple[int, Any]] | None = None
         self.clear()
 
@@ -85,12 +85,17 @@ class StepState:
             for name, buffer in buffers.items():
                 if buffer is not None:
                     self._save_tensor(buffers, name, buffer, math.inf)
-        seen: set[int] = set()
+        visited: set[int] = set()
         for attributes in self._attributes:
-            self._save_attributes(attributes, seen)
+            self._save_attributes(attributes, visited)
 
     def _save_tensor(
-        self, place: Any, name: Any, tensor: Tensor, limit: float, limit_unwritten: float = SMALL
+        self,
+        place: Any,
+        name: Any,
+        tensor: Tensor,
+        limit: float,
+        limit_unwritten: float = ALWAYS_COPIED_BYTES,
     ) -> None:
         may_write = self._written is None or (id(place), name) in self._written
         bytes_ = tensor.numel() * tensor.element_size()  # `nbytes` fails for sparse tensors
@@ -98,7 +103,9 @@ class StepState:
         copy = tensor.detach().clone() if copied else None
         self._tensors.append(_SavedTensor(place, name, tensor, _version(tensor), copy))
 
-    def _save_attributes(self, attributes: dict[str, Any], seen: set[int], depth: int = 0) -> None:
+    def _save_attributes(
+        self, attributes: dict[str, Any], visited: set[int], depth: int = 0
+    ) -> None:
         before: dict[str, Any] = {}
         for name, value in attributes.items():
             kind = _kind(type(value))  # type: ignore[arg-type]
@@ -107,11 +114,11 @@ class StepState:
             if kind == "tensor":
                 # A tensor with a graph is created by each step; a copy would keep its graph alive.
                 if value.grad_fn is None:
-                    self._save_tensor(attributes, name, value, LARGE)
+                    self._save_tensor(attributes, name, value, MAX_ATTRIBUTE_BYTES)
             else:
                 before[name] = value
                 if kind != "plain":
-                    self._save_contents(value, kind, seen, depth + 1)
+                    self._save_contents(value, kind, visited, depth + 1)
         names = set(attributes)
 
         def undo() -> None:
@@ -123,29 +130,31 @@ class StepState:
 
         self._undo.append(undo)
 
-    def _save_contents(self, value: Any, kind: str, seen: set[int], depth: int) -> None:
-        if id(value) in seen or depth > MAX_DEPTH:
+    def _save_contents(self, value: Any, kind: str, visited: set[int], depth: int) -> None:
+        if id(value) in visited or depth > MAX_DEPTH:
             return
-        seen.add(id(value))
+        visited.add(id(value))
         if kind == "generator":
             self._undo.append(_generator_state(value))
         elif kind == "object":
-            self._save_attributes(getattr(value, "__dict__", {}), seen, depth)
+            self._save_attributes(getattr(value, "__dict__", {}), visited, depth)
         elif kind == "array":
-            if value.nbytes <= SMALL and value.flags.writeable:
+            if value.nbytes <= ALWAYS_COPIED_BYTES and value.flags.writeable:
                 self._undo.append(functools.partial(np.copyto, value, value.copy()))
         else:
             if kind == "container":
-                content = len(value) if len(value) > MAX_COPIED else value.copy()
+                content = len(value) if len(value) > MAX_COPIED_ENTRIES else value.copy()
                 self._undo.append(functools.partial(_refill, value, content))
-            if len(value) <= MAX_SEARCHED:
+            if len(value) <= MAX_SEARCHED_ENTRIES:
                 entries = value.items() if isinstance(value, dict) else enumerate(value)
                 for name, entry in entries:
                     inner = _kind(type(entry))  # type: ignore[arg-type]
                     if inner == "tensor" and entry.grad_fn is None:
-                        self._save_tensor(value, name, entry, SMALL, limit_unwritten=0)
+                        self._save_tensor(
+                            value, name, entry, ALWAYS_COPIED_BYTES, limit_unwritten=0
+                        )
                     elif inner not in ("", "plain", "tensor"):
-                        self._save_contents(entry, inner, seen, depth + 1)
+                        self._save_contents(entry, inner, visited, depth + 1)
 
     def record_writes(self) -> None:
         """After the first batch that succeeds, record which tensors the step writes."""
@@ -213,8 +222,9 @@ def isolated_random(device: torch.device) -> Iterator[None]:
 def preserved(model: nn.Module) -> Iterator[None]:
     """Run forward and backward passes on ``model`` and restore its state at the end.
 
-    Gradients are ``None`` inside. They are restored, as are ``requires_grad``, training modes and
-    everything that :class:`StepState` covers. Parameters are not copied, so no optimizer may step.
+    Gradients are ``None`` inside the context. At the end, gradients, ``requires_grad``, training
+    modes and everything that :class:`StepState` covers are restored. Parameters are not copied, so
+    no optimizer may step.
     """
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     state = StepState(model, parameters[0][0].device if parameters else torch.device("cpu"))
@@ -233,7 +243,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _is_users(kind: type) -> bool:
+def _has_user_state(kind: type) -> bool:
     return any(not base.__module__.startswith("torch.") for base in kind.__mro__[:-1])
 
 
@@ -254,7 +264,7 @@ def random_states(
 
 
 class _NumpyState(NamedTuple):
-    """NumPy's global random state. It is read and written, 0.05 ms each, only if it has changed."""
+    """NumPy's global random state, read and written (0.05 ms each) only if it has changed."""
 
     raw: bytes
     state: dict[str, Any]
@@ -265,7 +275,7 @@ class _NumpyState(NamedTuple):
         twister = type(bits) is np.random.MT19937  # the default, unless another one was set
         raw = ctypes.string_at(bits.ctypes.state_address, MERSENNE_TWISTER) if twister else b""
         known = _LAST_NUMPY[-1] if twister and _LAST_NUMPY else None
-        # Of two normal numbers drawn together, the second one is not visible in `raw`.
+        # `raw` does not show a cached second normal number (`has_gauss`).
         if known is None or known.raw != raw or known.state["has_gauss"]:
             known = _NumpyState(raw, np.random.get_state(legacy=False))  # noqa: NPY002
             _LAST_NUMPY[:] = [known]
@@ -302,11 +312,11 @@ def _kind(kind: Any) -> str:
         return "container"
     if issubclass(kind, PLAIN):
         return "tuple" if issubclass(kind, tuple) else "plain"
-    return "object" if _is_own(kind) else ""
+    return "object" if _is_user_class(kind) else ""
 
 
-def _is_own(kind: type) -> bool:
-    """Return whether a class and its bases are the user's own: a meter, a moving average."""
+def _is_user_class(kind: type) -> bool:
+    """Return whether a class and its bases are user-defined, such as a moving average."""
     names = {base.__module__.partition(".")[0] for base in kind.__mro__[:-1]}
     if names & {"torch", "lightning", "lightning_opt"} or kind.__module__ in _STANDARD:
         return False
@@ -314,10 +324,12 @@ def _is_own(kind: type) -> bool:
 
 
 def _is_refillable(kind: Any) -> bool:
-    """Return whether a container has Python's own methods; a frozen configuration has not."""
-    own = [base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")]
+    """Return whether a container has Python's own methods; a frozen configuration does not."""
+    builtin_bases = [
+        base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")
+    ]
     return all(
-        any(getattr(kind, name, None) is getattr(base, name, None) for base in own)
+        any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin_bases)
         for name in ("__setitem__", "clear", "extend", "update")
     )
 

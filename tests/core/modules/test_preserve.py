@@ -8,7 +8,12 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_opt.core.modules.preserve import SMALL, CannotUndoError, StepState, preserved
+from lightning_opt.core.modules.preserve import (
+    ALWAYS_COPIED_BYTES,
+    CannotUndoError,
+    StepState,
+    preserved,
+)
 
 
 class Meter:
@@ -25,8 +30,12 @@ class Busy(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.error = torchmetrics.MeanSquaredError()
         self.register_buffer("queue", torch.zeros(4))
-        self.register_buffer("table", torch.zeros(SMALL))
-        self.ema, self.mean, self.large = torch.zeros(3), torch.zeros(3), torch.zeros(SMALL)
+        self.register_buffer("table", torch.zeros(ALWAYS_COPIED_BYTES))
+        self.ema, self.mean, self.large = (
+            torch.zeros(3),
+            torch.zeros(3),
+            torch.zeros(ALWAYS_COPIED_BYTES),
+        )
         with torch.inference_mode():
             self.cache = torch.ones(2)
         self.sparse = torch.eye(3).to_sparse()
