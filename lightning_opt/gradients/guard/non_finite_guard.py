@@ -129,9 +129,8 @@ class NonFiniteGuard(GradientCallback):
             policy, backoff_after, rollback_after, max_consecutive, lr_backoff, lr_recovery_steps
         )
         self.spike = None if spike is None else check_positive("spike", spike)
-        self.snapshot_every_n_steps = check_at_least(
-            "snapshot_every_n_steps", snapshot_every_n_steps, 1
-        )
+        check_at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self._schedule = Schedule(every_n_steps)
         # A level is accepted as usual only after a rollback has been tried against it.
         self._detector = Detector(self.spike, patience=rollback_after + 3)

@@ -195,12 +195,9 @@ class MemoryCleanup(RunCallback):
         actions: Sequence[Action] = ACTIONS,
         every_n_steps: int = 20,
     ) -> None:
-        if (
-            not 0
-            <= check_between("release", release, 0, 1)
-            < check_between("threshold", threshold, 0, 1)
-            < 1
-        ):
+        check_between("release", release, 0, 1)
+        check_between("threshold", threshold, 0, 1)
+        if not release < threshold < 1:
             raise ValueError(
                 "threshold must be above release and below 1, got "
                 f"threshold={threshold!r}, release={release!r}."
