@@ -60,7 +60,7 @@ def test_memory_meters_agree():
         (usage,) = MemoryLimits(FIRST, host=False).read()
         assert (usage.source, usage.used, usage.total) == ("cuda:0", 400, 1000)
         peak = near.read()
-        assert (peak.rest, peak.share) == (400 / 800, 600 / 800)
+        assert (peak.current, peak.share) == (400 / 800, 600 / 800)
 
 
 def test_offloaded_tensors_are_copied_in_stream_order_without_waiting(monkeypatch):

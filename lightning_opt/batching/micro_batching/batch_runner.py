@@ -1,4 +1,4 @@
-"""Runs each training batch: attempts it in parts; if memory runs out, undoes it and retries."""
+"""Runs each training batch in parts. If memory runs out, rolls it back and retries."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from lightning_opt.batching.micro_batching.logs_and_outputs import (
 )
 from lightning_opt.batching.micro_batching.ranks import OtherRankFailedError, Ranks
 from lightning_opt.batching.micro_batching.rollback import (
-    IN_COLLECTIVE,
-    IN_REDUCTION,
-    IN_UPDATE,
+    COLLECTIVE_ERROR,
+    REDUCTION_ERROR,
+    UPDATE_ERROR,
     HeldGradients,
     HookGuard,
 )
-from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes, kind_of
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes, pattern_of
 from lightning_opt.batching.micro_batching.splitting import Pieces, SplitCheck, Splitter
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.batches import (
@@ -52,8 +52,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     """Forward and backward passes of each batch, in parts. Replaces Lightning's closure.
 
     Lightning calls :meth:`prepare` with each batch, and later the runner itself, usually within
-    the optimizer's step. :meth:`closure` is the loop over attempts and :meth:`_attempt` the loop
-    over the parts of a batch. Callbacks and the module have their hooks called as for one whole
+    the optimizer's step. :meth:`closure` loops over attempts, :meth:`_attempt` over the parts of a
+    batch. Hooks of callbacks and of the module are called as for one whole
     batch: ``on_before_zero_grad`` after the first forward pass, ``on_before_backward`` once with
     the loss of the whole batch, ``on_after_backward`` once with the whole gradient.
     """
@@ -79,7 +79,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._logs = LogRecorder(module, check.sums)
         self._warned = False
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._lightnings_step = self._optimization._optimizer_step
+        self._lightning_step = self._optimization._optimizer_step
         stack.enter_context(
             replaced(self._optimization, _make_closure=self.prepare, _optimizer_step=self._step)
         )
@@ -87,23 +87,23 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     def prepare(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> BatchRunner:
-        """Take the next batch, with the keyword arguments of ``training_step``."""
+        """Store the keyword arguments of ``training_step``, which include the next batch."""
         self._kwargs = kwargs
         self._zero_grad = self._optimization._make_zero_grad_fn(batch_idx, optimizer)
         self._backward_pass = self._optimization._make_backward_fn(optimizer)
-        self._finished = False
+        self._is_finished = False
         return self
 
     def _step(self, batch_idx: int, closure: Any) -> None:
         problem = ""
         try:
-            self._lightnings_step(batch_idx, closure)
+            self._lightning_step(batch_idx, closure)
         except CAUGHT as error:
-            if not (self._finished and is_out_of_memory(error)):
+            if not (self._is_finished and is_out_of_memory(error)):
                 raise
             problem = f"{type(error).__name__}: {error}"
         if problem:  # outside `except`: its traceback would hold the update's memory
-            raise MemoryError(IN_UPDATE + problem)
+            raise MemoryError(UPDATE_ERROR + problem)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Run the batch and return its loss. Some optimizers do so several times per step."""
@@ -115,16 +115,16 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         """Attempt the batch in more and more parts until it fits."""
         self._hooks.reset()
         self._gradients: HeldGradients | None = None
-        self._zeroed = self._is_whole = self._finished = False
+        self._is_zeroed = self._has_gradient = self._is_finished = False
         batch = self._kwargs["batch"]
         parts = self._first_parts(batch)
-        fitting = self._micro_batch(batch, parts)
-        self._ranks.begin_batch(fitting)
+        largest_part = self._describe_largest_part(batch, parts)
+        self._ranks.begin_batch(largest_part)
         if self._state is not None:
             self._state.take()
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
         # `training_step` may remove entries from the batch, and a retry needs them.
-        kept = copy_containers(batch)
+        original = copy_containers(batch)
         result: ClosureResult | None = None
         try:
             while result is None:
@@ -133,7 +133,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 self._ranks.begin_attempt()
                 try:
                     if parts > 1:
-                        pieces = self._splitter.split(kept, parts)
+                        pieces = self._splitter.split(original, parts)
                         failed = max(samples for _, samples in pieces)
                     result = self._attempt(pieces)
                 except CAUGHT as error:
@@ -146,17 +146,17 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                     # Outside `except`: its traceback would hold the memory that must be freed.
                     pieces = []
                     self._roll_back(versions, problem)
-                    parts = self._next_parts(kept, failed, parts, problem)
-                    fitting = self._micro_batch(kept, parts)
-                    batch = copy_containers(kept)
+                    parts = self._next_parts(original, failed, parts, problem)
+                    largest_part = self._describe_largest_part(original, parts)
+                    batch = copy_containers(original)
         finally:
             if self._gradients is not None:
                 self._gradients.end()
-        self._finished = True
+        self._is_finished = True
         if self._state is not None:
             self._state.record_writes()
             self._state.clear()
-        self._ranks.record_success(fitting)
+        self._ranks.record_success(largest_part)
         if not isinstance(self._sizes, int):
             self._sizes.record_success(self._trainer.global_step)
         return result
@@ -165,7 +165,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         if not is_out_of_memory(error):
             return False
         if isinstance(self._sizes, PlannedSizes):
-            raise MemoryError(IN_COLLECTIVE + str(error)) from error
+            raise MemoryError(COLLECTIVE_ERROR + str(error)) from error
         return self._state is not None
 
     # --- how many parts -------------------------------------------------------------------------
@@ -187,14 +187,14 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return parts
 
     def _agree(self, batch: Any, parts: int) -> int:
-        """Return the number of parts on which the ranks agree, and check the split."""
+        """Return the number of parts for all ranks, and check the split."""
         parts = self._ranks.agree_on_parts(parts, partial(self._count_samples, batch))
         if parts > 1:
             self._check.check(self._trainer, self._module, batch, parts)
         return parts
 
     def _count_samples(self, batch: Any) -> int:
-        """Return the number of samples; 1 for batches of several loaders that differ in it."""
+        """Return the number of samples; 1 for several loaders with different numbers."""
         try:
             return self._splitter.count_samples(batch)
         except UnsplittableBatchError as error:
@@ -205,53 +205,61 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 rank_zero_warn(f"MicroBatching runs a batch of several loaders whole. {error}")
             return 1
 
-    def _micro_batch(self, batch: Any, parts: int) -> tuple[str, int, int] | None:
-        """Return kind, elements per sample and samples of the largest part, where ranks need it."""
+    def _describe_largest_part(self, batch: Any, parts: int) -> tuple[str, int, int] | None:
+        """Return the largest part's shape pattern, elements per sample and samples, under DDP."""
         if not self._ranks.reduces:
             return None
         shape, elements = shape_of(batch)
         try:
-            return kind_of(shape), elements, -(-self._count_samples(batch) // parts)
+            return pattern_of(shape), elements, -(-self._count_samples(batch) // parts)
         except UnsplittableBatchError:
             return None
 
     def _next_parts(self, batch: Any, failed: int, parts: int, problem: str) -> int:
-        """Learn from the failures of all ranks, and return the parts of the next attempt.
+        """Record the failures of all ranks, and return the number of parts of the next attempt.
 
-        ``failed`` is the largest micro-batch that failed, 0 for the whole batch. ``problem`` is the
-        allocator's message, empty if only another rank failed.
+        Args:
+            batch: The whole batch.
+            failed: Samples of the largest micro-batch that failed; 0 for the whole batch.
+            parts: The number of parts that failed.
+            problem: The allocator's message; empty if only another rank failed.
 
         Raises:
             MemoryError: If a rank has no smaller micro-batch to try.
         """
         assert isinstance(self._sizes, LearnedSizes)
-        own: dict[str, Any] | None = None
+        failure_here: dict[str, Any] | None = None
         unsplittable: UnsplittableBatchError | None = None
         samples = 1
         if problem:
             shape, elements = shape_of(batch)
-            hopeless = ""
+            final_error = ""
             try:
                 samples = self._splitter.count_samples(batch)
             except UnsplittableBatchError as error:
-                unsplittable, hopeless = error, str(error)
+                unsplittable, final_error = error, str(error)
             failed = failed or samples
-            if not hopeless and (parts >= samples or failed <= 1):
-                hopeless = (
+            if not final_error and (parts >= samples or failed <= 1):
+                final_error = (
                     "Even one sample does not fit into memory: a micro-batch of one, from a batch "
                     f"of {samples} ({shape or 'no tensors'}), ran out of it. Possible remedies: "
                     "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller "
                     f"samples. The allocator's message: {problem}"
                 )
             sizes = {"samples": samples, "failed": failed}
-            own = {"shape": shape, "elements": elements, **sizes, "hopeless": hopeless}
-        failures = [failure for failure in self._ranks.gather(own) if failure is not None]
+            failure_here = {
+                "shape": shape,
+                "elements": elements,
+                **sizes,
+                "final_error": final_error,
+            }
+        failures = [failure for failure in self._ranks.gather(failure_here) if failure is not None]
         if unsplittable is not None:
             raise unsplittable
         for failure in failures:
-            hopeless = failure.pop("hopeless")
-            if hopeless:
-                raise MemoryError(hopeless)
+            final_error = failure.pop("final_error")
+            if final_error:
+                raise MemoryError(final_error)
             size = self._sizes.record_failure(self._trainer.global_step, **failure)
             log.info(
                 "Out of memory with %d samples of %d: the batch is retried in parts of at most %d.",
@@ -259,8 +267,9 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 failure["samples"],
                 size,
             )
-        if own is not None:
-            parts = max(parts + 1, -(-samples // self._sizes.shapes[own["shape"]]["size"]))
+        if failure_here is not None:
+            size = self._sizes.shapes[failure_here["shape"]]["size"]
+            parts = max(parts + 1, -(-samples // size))
         return self._agree(batch, parts)
 
     # --- one attempt ----------------------------------------------------------------------------
@@ -268,7 +277,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     def _attempt(self, pieces: Pieces) -> ClosureResult:
         """Run forward and backward passes of all parts, and merge logs, loss and outputs."""
         trainer, strategy = self._trainer, self._trainer.strategy
-        # In the middle of an accumulation window no part's gradients are reduced.
+        # In the middle of an accumulation window, gradients are not reduced.
         accumulating = (
             not strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate()
         )
@@ -280,7 +289,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         skipped = 0
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            # Gradients are reduced with the last part. With several ranks `last_backward` does it.
+            # The last part reduces gradients. Under DDP with "auto", `last_backward` does it.
             no_reduction = not accumulating and (self._ranks.reduces or not is_last)
             with _block_parallel_sync_behavior(strategy, no_reduction):
                 loss, extra = self._forward(piece, number)
@@ -298,12 +307,12 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 if len(pieces) > 1:
                     loss = weighted(loss, shares[number])
                 if total is not None and is_last:
-                    loss = loss + total  # the value of the whole batch, the gradient of this part
+                    loss = loss + total  # value of the whole batch, gradient of this part
                 self._backward(loss, is_last, accumulating)
                 loss = loss.detach()
                 total = loss if total is None or is_last else total + loss
         if self._backward_pass is None:
-            self._ranks.finish()
+            self._ranks.commit()
         if skipped:
             Closure.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
@@ -314,23 +323,23 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return self._optimization.output_result_cls(total, extra=results[0])
 
     def _forward(self, piece: Any, number: int) -> tuple[Tensor | None, dict[str, Any]]:
-        # Keeps the order of the keywords: Lightning passes them on by position.
+        # Keeps the order of the keywords, because Lightning passes them by position.
         step = self._optimization._make_step_fn(OrderedDict(self._kwargs, batch=piece))
         with self._logs.recording(number):
             result = step()
         return result.closure_loss, result.extra
 
     def _prepare_gradients(self) -> None:
-        """Zero the gradients once, and set those of earlier batches aside for a retry."""
-        if not self._zeroed:
+        """Zero gradients once per batch, and set earlier batches' gradients aside for a retry."""
+        if not self._is_zeroed:
             if self._zero_grad is not None:
                 self._zero_grad()
-            self._zeroed = True
+            self._is_zeroed = True
         if self._state is not None and self._gradients is None:
             self._gradients = HeldGradients(self._parameters)
 
     def _backward(self, loss: Tensor, is_last: bool, accumulating: bool) -> None:
-        """Run the backward pass; the hooks around it run with the last part only."""
+        """Run the backward pass. Hooks around it run only with the last part."""
         if self._backward_pass is None:
             return
         if not is_last:
@@ -345,27 +354,27 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             self._ranks.last_backward(run, loss, gradients, accumulating)
             if gradients is not None:
                 gradients.end()
-            self._is_whole = True
+            self._has_gradient = True
 
         try:
             with replaced(self._module, backward=complete):
                 self._backward_pass(loss)
             return
         except CAUGHT as error:
-            if not (self._is_whole and self._state is not None and is_out_of_memory(error)):
+            if not (self._has_gradient and self._state is not None and is_out_of_memory(error)):
                 raise
-        # A hook ran out of memory. Other hooks have used or changed the gradients, so these stay.
+        # A hook ran out of memory. Other hooks may have used or changed the gradients: keep them.
         recover_memory(self._device)
-        self._finished = True  # a second failure is final
+        self._is_finished = True  # a second failure is final
         self._trainer.precision_plugin.post_backward(loss, self._module)
 
     def _roll_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
         """Restore the state before the attempt, free its memory and inform the other ranks."""
         assert self._state is not None
         if self._ranks.committed:
-            raise MemoryError(IN_REDUCTION + problem)
+            raise MemoryError(REDUCTION_ERROR + problem)
         if problem:
-            self._ranks.fail()
+            self._ranks.report_failure()
         self._logs.clear()
         self._state.restore()
         if self._gradients is not None:

@@ -1,4 +1,4 @@
-"""Merges the logs and outputs of the micro-batches of one batch into those of the whole batch."""
+"""Merges the logs and outputs of micro-batches into the logs and output of the whole batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_opt.core.modules.patching import replaced
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-"""Arguments of ``LightningModule.log`` after name and value, for callers that pass by position."""
+_LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+"""Parameters of ``LightningModule.log`` after name and value, for positional arguments."""
 
 Weights = Sequence[Any]
 """One float or tensor per micro-batch."""
@@ -27,7 +27,8 @@ class LogRecorder:
 
     Args:
         module: The module whose ``log`` is recorded.
-        sums: Names of values that are logged as means but are sums over samples; it may grow.
+        sums: Names of values that are logged as means but are sums over samples. The caller may
+            add names later.
     """
 
     def __init__(self, module: pl.LightningModule, sums: Set[str]) -> None:
@@ -42,7 +43,7 @@ class LogRecorder:
         counts: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            kwargs.update(zip(_ARGUMENTS, args, strict=False))
+            kwargs.update(zip(_LOG_PARAMETERS, args, strict=False))
             counts[name] = counts.get(name, -1) + 1
             if isinstance(value, Metric):
                 value = (value, value._forward_cache)
@@ -54,7 +55,7 @@ class LogRecorder:
             yield
 
     def log(self, samples: Sequence[int], weights: Weights) -> None:
-        """Log the merged values, and clear."""
+        """Log the merged values, and clear the recorded ones."""
         # Lightning attributes logged values to the hook that is named here.
         with replaced(self._module, _current_fx_name="training_step"):
             for (name, _), calls in self._calls.items():
@@ -69,7 +70,7 @@ class LogRecorder:
             sizes = [other["batch_size"] for other in arguments]
             kwargs["batch_size"] = whole_batch_size(sizes, samples)
             if sizes != samples and kwargs["batch_size"] == sum(sizes):
-                weights = sizes  # such as tokens: the values are means over these
+                weights = sizes  # counts of tokens, for example: the values are means over them
         if isinstance(values[0], tuple):
             metric: Metric = values[0][0]
             metric._forward_cache = _mean_of_caches([cache for _, cache in values], weights)
@@ -80,9 +81,9 @@ class LogRecorder:
 
 
 def whole_batch_size(sizes: Sequence[int], samples: Sequence[int]) -> int:
-    """Return the whole batch's ``batch_size``, given those of the parts.
+    """Return the ``batch_size`` of the whole batch, given the ``batch_size`` of each part.
 
-    Counts of samples or tokens add up. A constant of 1, or of the whole batch, stays the same.
+    Counts of samples or tokens are added. A constant 1 or the whole batch's size stays the same.
     """
     for constant in (1, sum(samples)):
         if list(sizes) != list(samples) and all(size == constant for size in sizes):
@@ -93,8 +94,8 @@ def whole_batch_size(sizes: Sequence[int], samples: Sequence[int]) -> int:
 def weighted(value: Any, weight: Any) -> Any:
     """Return ``value * weight``; 0 for a weight of 0, even if the value is NaN.
 
-    The mean over no tokens is NaN. Its gradient is 0 for losses that handle it, such as
-    ``cross_entropy`` with ``ignore_index``.
+    A mean over no tokens is NaN. Its gradient is 0 for losses such as ``cross_entropy`` with
+    ``ignore_index``.
     """
     if isinstance(weight, Tensor) and isinstance(value, Tensor):
         return torch.where(weight > 0, value * weight, torch.zeros_like(value))
@@ -106,7 +107,7 @@ def weighted(value: Any, weight: Any) -> Any:
 
 
 def combine(values: Sequence[Any], weights: Weights, reduction: Any = "mean") -> Any:
-    """Return the value of the whole batch, given those of its parts."""
+    """Return the value of the whole batch, given the values of its parts."""
     if len(values) == 1:
         return values[0]
     name = str(getattr(reduction, "__name__", reduction)).lower()
@@ -128,18 +129,18 @@ def _widen(value: Any) -> Any:
 
 
 def _mean_of_caches(caches: Sequence[Any], weights: Weights) -> Any:
-    """Return a metric's value for the batch: the mean of the parts, exact for means only."""
+    """Return a metric's value for the batch: the mean over the parts, exact only for means."""
     if all(isinstance(cache, Tensor) and cache.ndim == 0 for cache in caches):
         return combine(caches, weights)
     return caches[-1]
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], weights: Weights) -> Any:
-    """Merge the outputs of ``training_step`` for each part, besides the loss.
+    """Merge the outputs of ``training_step`` for the parts, except the loss.
 
-    Tensors and lists with one entry per sample are joined, floating-point scalars averaged, and
-    dicts, lists and tuples merged entry by entry. A value that is equal in all parts is kept once.
-    Anything else becomes a list with one entry per micro-batch. Tensors are detached.
+    Tensors and lists with one entry per sample are joined. Floating-point scalars are averaged.
+    Dicts, lists and tuples are merged entry by entry. A value that is equal in all parts is kept
+    once. Anything else becomes a list with one entry per micro-batch. Tensors are detached.
     """
     first = outputs[0]
     if isinstance(first, Mapping):

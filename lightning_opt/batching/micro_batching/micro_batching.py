@@ -1,4 +1,4 @@
-"""Trains a batch in parts that fit into memory, with the gradient of the whole batch."""
+"""Trains on batches in parts that fit into memory, with the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -40,23 +40,24 @@ if TYPE_CHECKING:
 class MicroBatching(RunCallback):
     """Runs each batch in parts that fit, with the loss and the gradient of the whole batch.
 
-    Only the amount in memory at a time changes. The batch per step, the learning rate,
-    ``global_step``, logged values, ``accumulate_grad_batches`` and callback hooks stay the same.
+    The samples per step, the learning rate, ``global_step``, logged values,
+    ``accumulate_grad_batches`` and callback hooks stay the same.
 
-    With ``size="auto"`` it splits nothing while everything fits. If a batch runs out of memory in
-    its forward or backward pass, it is rolled back: random state, gradients, buffers, metrics,
+    With ``size="auto"``, batches that fit are not split. If a batch runs out of memory in its
+    forward or backward pass, it is rolled back: random state, gradients, buffers, metrics,
     counters and logged values are restored. Then it runs again in halves, quarters and so on.
-    The size found applies to samples of the same shape and larger ones, and checkpoints keep it.
-    After ``regrow_every`` batches the size doubles; if that fails, the next attempt waits twice
-    as long.
+    The resulting size also applies to samples of the same shape and of larger shapes. Checkpoints
+    keep it. After ``regrow_every`` batches the size doubles; if memory runs out again, the next
+    doubling waits twice as long.
 
     It is exact for losses that are means over samples, means over tokens counted by ``count``, or
-    sums. It is not for losses that compare samples with each other (contrastive ones), nor for
-    BatchNorm, which sees one micro-batch at a time: it checks some splits, and warns.
+    sums. It is not exact for contrastive losses, which compare samples with each other, nor for
+    BatchNorm, which sees one micro-batch at a time. It checks some splits, and warns if they change
+    the gradient.
 
-    Under DDP, all ranks roll a batch back together if one of them runs out of memory. Under FSDP2
-    a batch cannot be rolled back, so sizes are planned: a shape begins with one sample and grows
-    as far as measured peaks allow. If memory runs out anyway, the run ends on all ranks.
+    Under DDP, all ranks roll a batch back together if one of them runs out of memory. Under FSDP2,
+    a batch cannot be rolled back, so sizes are planned: the size of a shape begins with one sample
+    and grows as far as measured peaks allow. If memory runs out anyway, the run ends on all ranks.
 
     Logged when a size changes:
 
@@ -69,20 +70,20 @@ class MicroBatching(RunCallback):
         size: Maximum samples per micro-batch, or ``"auto"``.
         regrow_every: Batches before the next attempt at twice the size, at least 1.
         split: For batches that are not made of tensors with one row per sample: a function
-            ``split(batch, parts)``, or its import path, that returns a list of ``parts`` pairs
-            ``(part, samples)``.
+            ``split(batch, parts)``, or its import path, that returns a list of pairs ``(part,
+            samples)``, with ``parts`` entries.
         loss: The kind of loss: ``"mean_over_samples"``, ``"mean_over_tokens"``, which needs
             ``count``, or ``"sum"``.
-        count: A function of a micro-batch, or its import path, that counts the tokens that its loss
-            is a mean over. Returns a number or a 0-dimensional tensor.
+        count: A function of a micro-batch, or its import path, that returns the number of tokens
+            over which the loss is a mean: a number or a 0-dimensional tensor.
 
     Raises:
-        ValueError: In ``__init__`` for arguments out of range; in ``setup`` under manual
-            optimisation, DeepSpeed, with ``dataloader_iter``, or for ``"auto"`` under a strategy of
-            several processes other than DDP and FSDP2; in ``on_fit_start`` for LBFGS.
+        ValueError: In ``__init__`` for arguments out of range. In ``setup`` under manual
+            optimisation, under DeepSpeed, with ``dataloader_iter``, and for ``"auto"`` under a
+            strategy of several processes other than DDP and FSDP2. In ``on_fit_start`` for LBFGS.
         UnsplittableBatchError: During training, for a batch that needs ``split``.
         MemoryError: During training with ``"auto"``, if one sample does not fit, or if memory runs
-            out in the optimizer's update or under FSDP2, which cannot be rolled back.
+            out in the optimizer's update or under FSDP2, where a batch cannot be rolled back.
 
     Example:
         >>> import lightning as L
@@ -179,7 +180,7 @@ class MicroBatching(RunCallback):
         BatchRunner(trainer, pl_module, self._splitter, self._check, sizes, ranks, self._stack)
 
     def _make_ranks(self, trainer: pl.Trainer) -> Ranks:
-        """Return the ranks that must agree on the micro-batches of a batch."""
+        """Return the ranks that must use the same number of micro-batches."""
         strategy, model = trainer.strategy, trainer.strategy.model
         if self.size != "auto":
             groups = () if _has_equal_batches(trainer) else step_groups(trainer)
@@ -190,7 +191,7 @@ class MicroBatching(RunCallback):
             return HostRanks(strategy._timeout)
         assert isinstance(strategy, DDPStrategy)
         if not isinstance(model, DistributedDataParallel):
-            return Ranks()  # under DiLoCo, whose ranks reduce no gradients
+            return Ranks()  # under DiLoCo, which does not reduce gradients
         if any(isinstance(m, SyncBatchNorm) and m.training for m in model.modules()):
             raise ValueError(
                 "MicroBatching(size='auto') does not work with SyncBatchNorm: a rank that runs out "
@@ -206,7 +207,7 @@ class MicroBatching(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log a size that has changed."""
+        """Log the size if it has changed."""
         size, self._sizes.unlogged = self._sizes.unlogged, None
         if size is not None:
             retries = self._sizes.retries
@@ -257,7 +258,7 @@ def _check_strategy(strategy: ParallelStrategy) -> None:
 
 
 def _has_equal_batches(trainer: pl.Trainer) -> bool:
-    """Return whether the loader gives all ranks batches of equal sizes by construction."""
+    """Return whether the loader is known to give all ranks batches of equal sizes."""
     loader = trainer.train_dataloader
     return (
         isinstance(loader, DataLoader)

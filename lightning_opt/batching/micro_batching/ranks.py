@@ -1,4 +1,4 @@
-"""Agreements between ranks, so that out-of-memory on one rank never leaves the others waiting."""
+"""Synchronizes ranks, so that no rank waits forever for one that has run out of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Backward = Callable[[], None]
 CPU = torch.device("cpu")
 
 CAUTIOUS_BATCHES = 200
-"""Batches after an out-of-memory error for which no size counts as proven."""
+"""For this many batches after an out-of-memory error, no size counts as proven."""
 
 
 class OtherRankFailedError(Exception):
@@ -35,7 +35,7 @@ class NoHostGroupError(RuntimeError):
 
 
 class Ranks:
-    """Ranks that run the same number of micro-batches. Without a group: a single process.
+    """Ranks that run the same number of micro-batches; without a group, a single process.
 
     Attributes:
         reduces: Whether :meth:`last_backward` reduces gradients over ranks.
@@ -49,18 +49,19 @@ class Ranks:
         self._group, self._device = group, device
 
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
-        """Return the largest number of parts of any rank, at most the fewest samples of any.
+        """Return the number of parts for all ranks. Every rank of the group must call this.
 
-        Every rank of the group must call this.
+        It is the largest number that any rank asks for, but at most the smallest number of samples
+        of any rank.
         """
         if self._group is None:
             return parts
-        most, fewest = self.largest(parts, -count_samples())
-        return min(most, -fewest)
+        most_parts, negative_samples = self.largest(parts, -count_samples())
+        return min(most_parts, -negative_samples)
 
     def largest(self, *numbers: int) -> list[int]:
-        """Return the largest of each number over the ranks. Every rank must call this."""
-        with _explained_errors():
+        """Return the maximum of each number over the ranks. Every rank must call this."""
+        with _explain_errors():
             return [int(n) for n in largest_over_ranks(numbers, self._device, self._group)]
 
     def gather(self, item: Any) -> list[Any]:
@@ -78,16 +79,16 @@ class Ranks:
     ) -> None:
         """Run the last backward pass of a batch and add the window's earlier gradients.
 
-        Nothing is reduced while ``accumulating``, in the middle of a window.
+        Nothing is reduced if ``accumulating``, that is in the middle of an accumulation window.
         """
         backward()
         if gradients is not None:
             gradients.add_up()
 
-    def finish(self) -> None:
+    def commit(self) -> None:
         pass
 
-    def fail(self) -> None:
+    def report_failure(self) -> None:
         pass
 
     def record_success(self, description: tuple[str, int, int] | None) -> None:
@@ -100,7 +101,9 @@ class Ranks:
 class HostRanks(Ranks):
     """FSDP2's ranks. Their forward passes are collectives, so a batch cannot be rolled back.
 
-    Each gloo group has ``size`` neighbouring ranks; None for all.
+    Args:
+        timeout: The timeout of the gloo group.
+        size: Number of neighbouring ranks in each gloo group; None for all ranks.
 
     Raises:
         NoHostGroupError: On all ranks, if a rank could not create its group.
@@ -128,10 +131,10 @@ class HostRanks(Ranks):
 class DDPRanks(HostRanks):
     """DDP's ranks, which roll a batch back together.
 
-    Up to the last backward pass ranks run on their own. Then they exchange in one all-reduce over
-    gloo whether any of them failed. The last pass usually reduces gradients while it runs, and a
-    rank that failed there would leave the others in a reduction that never ends. So micro-batches
-    that are not known to fit run it without reduction; the ranks agree again and then reduce.
+    Before the last backward pass, ranks run without communication. Then one all-reduce over gloo
+    exchanges whether any rank failed. The last pass usually reduces gradients while it runs, and a
+    rank that fails there leaves the others waiting. So micro-batches that are not known to fit run
+    this pass without reduction; the ranks exchange failures again and then reduce.
     """
 
     reduces = True
@@ -140,23 +143,23 @@ class DDPRanks(HostRanks):
         super().__init__(timeout, dist.get_world_size(model.process_group))
         self._model = model
         self._passed = PassedBatches()
-        self._cautious = 0
+        self._cautious_batches = 0
         self._risky = False
 
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
-        (most,) = self.largest(parts)
-        return parts if most == parts else min(most, max(parts, count_samples()))
+        (most_parts,) = self.largest(parts)
+        return parts if most_parts == parts else min(most_parts, max(parts, count_samples()))
 
     def gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * dist.get_world_size(self._group)
-        with _explained_errors():
+        with _explain_errors():
             dist.all_gather_object(items, item, group=self._group)
         return items
 
     def begin_batch(self, description: tuple[str, int, int] | None) -> None:
-        self._cautious -= 1
+        self._cautious_batches -= 1
         passed = description is not None and self._passed.covers(*description)
-        self._risky = self._cautious > 0 or not passed
+        self._risky = self._cautious_batches > 0 or not passed
         self.committed = False
         self._broadcasts = self._model.require_forward_param_sync
 
@@ -168,40 +171,37 @@ class DDPRanks(HostRanks):
     ) -> None:
         """Run the last backward pass; reduce gradients after all ranks have reached it."""
         assert gradients is not None
-        if accumulating:
+        if accumulating or self._any_is_risky():
             backward()
-            self.finish()
+            self.commit()
             gradients.add_up()
-        elif self._any_is_risky():
-            backward()
-            self.finish()
-            gradients.add_up()
-            reduce_gradients(self._model)
+            if not accumulating:
+                reduce_gradients(self._model)
         else:
             gradients.add_up()
             self.committed = True
             _expect_backward(self._model, loss)
             backward()
 
-    def finish(self) -> None:
-        """Agree that no rank has failed; the batch can then no longer be rolled back."""
+    def commit(self) -> None:
+        """Exchange failures. If no rank has failed, the batch can no longer be rolled back."""
         self._any_is_risky()
         self.committed = True
 
-    def fail(self) -> None:
+    def report_failure(self) -> None:
         self.largest(True, self._risky)
-        self._trust_no_size()
+        self._distrust_all_sizes()
 
     def _any_is_risky(self) -> bool:
         failed, risky = self.largest(False, self._risky)
         if failed:
-            self._trust_no_size()
+            self._distrust_all_sizes()
             raise OtherRankFailedError
         return bool(risky)
 
-    def _trust_no_size(self) -> None:
+    def _distrust_all_sizes(self) -> None:
         self._passed = PassedBatches()
-        self._cautious = CAUTIOUS_BATCHES
+        self._cautious_batches = CAUTIOUS_BATCHES
 
     def record_success(self, description: tuple[str, int, int] | None) -> None:
         if description is not None:
@@ -209,7 +209,7 @@ class DDPRanks(HostRanks):
 
 
 @contextmanager
-def _explained_errors() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -229,9 +229,9 @@ def _expect_backward(model: DistributedDataParallel, outputs: Any) -> None:
 def reduce_gradients(model: DistributedDataParallel) -> None:
     """Reduce every ``Parameter.grad`` through DDP's reducer, with its communication hooks.
 
-    The reducer acts when autograd adds to a gradient. So a backward pass adds zeros, which take no
-    memory, to one parameter after another, the last one first. The parameters' own hooks are
-    removed meanwhile: they have run already. The model's last forward and backward passes must have
+    The reducer runs when autograd adds to a gradient. So a backward pass adds zeros, which take no
+    memory, to each parameter, from the last to the first. The parameters' hooks have run already,
+    so they are removed during this pass. The model's last forward and backward passes must have
     run under ``no_sync``.
     """
     parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
@@ -263,7 +263,8 @@ class _AddZero(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        own = ctx.gradient
-        if own.is_sparse:
-            return gradient, torch.zeros_like(own)
-        return gradient, torch.zeros((), dtype=own.dtype, device=own.device).expand(own.shape)
+        existing = ctx.gradient
+        if existing.is_sparse:
+            return gradient, torch.zeros_like(existing)
+        zero = torch.zeros((), dtype=existing.dtype, device=existing.device)
+        return gradient, zero.expand(existing.shape)

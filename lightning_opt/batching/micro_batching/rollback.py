@@ -1,4 +1,4 @@
-"""State that a retry must not repeat (earlier gradients, hooks that ran), and final errors."""
+"""Earlier gradients and hooks, which a retry must not repeat, and errors that end the run."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from lightning_opt.core.modules.patching import replaced
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-IN_REDUCTION = (
+REDUCTION_ERROR = (
     "Out of memory on this rank while gradients were being reduced, although a batch as large had "
     "passed before. The other ranks may be waiting in that reduction, so the batch is not retried: "
     "resume from the last checkpoint, with a smaller batch. The allocator's message: "
 )
 
-IN_COLLECTIVE = (
+COLLECTIVE_ERROR = (
     "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
     "in a collective with it, so the batch cannot be retried and the run ends on all ranks: "
     "resume from the last checkpoint, with MicroBatching(size=...) or a smaller batch. The "
     "allocator's message: "
 )
 
-IN_UPDATE = (
+UPDATE_ERROR = (
     "Out of memory after the backward pass, in the optimizer's update or a callback before it. "
     "Part of the weights may have been updated, so the step is not retried: resume from the last "
     "checkpoint, with an optimizer of smaller state, or a smaller model. The allocator's message: "
 )
 
-HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+GUARDED_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 """The hooks between ``training_step`` and the optimizer's update."""
 
 
 class HeldGradients:
     """Gradients of an accumulation window's earlier batches, set aside while a batch runs.
 
-    A failed attempt cannot change them. They are added after the batch's last backward pass and
-    kept until the batch can no longer fail; the memory is that of a second gradient. At the first
+    So a failed attempt cannot change them. They are added after the batch's last backward pass and
+    kept until the batch can no longer fail, which takes memory for a second gradient. At the first
     batch of a window there are none.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._held = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        self._earlier = [(p, p.grad) for p in self._parameters if p.grad is not None]
         self._added = False
-        if self._held:
+        if self._earlier:
             self.drop()
 
     def drop(self) -> None:
@@ -60,58 +60,58 @@ class HeldGradients:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Add the earlier gradients to those of the batch."""
+        """Add the earlier gradients to the batch's gradients."""
         self._added = True
-        olds, news = [], []
-        for parameter, old in self._held:
-            new = parameter.grad
-            if new is None:
-                parameter.grad = old
-            elif old.is_sparse or new.is_sparse:
-                parameter.grad = old + new
+        earlier_gradients, gradients = [], []
+        for parameter, earlier in self._earlier:
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = earlier
+            elif earlier.is_sparse or gradient.is_sparse:
+                parameter.grad = earlier + gradient
             else:
-                olds.append(old)
-                news.append(new)
-        if olds:
-            torch._foreach_add_(news, olds)
+                earlier_gradients.append(earlier)
+                gradients.append(gradient)
+        if gradients:
+            torch._foreach_add_(gradients, earlier_gradients)
 
     def end(self) -> None:
         if not self._added:
-            for parameter, old in self._held:
-                parameter.grad = old
-        self._held = []
+            for parameter, earlier in self._earlier:
+                parameter.grad = earlier
+        self._earlier = []
 
 
 class HookGuard:
     """Runs each callback's hooks once per batch, however many attempts the batch takes.
 
-    If a batch is rolled back within a hook, the next attempt calls only callbacks that have not
-    had it yet. The module's hooks run again, because their effects on the module were undone.
+    If a batch is rolled back within a hook, the next attempt calls this hook only for callbacks
+    that have not finished it. The module's hooks run again, because their effects were undone.
 
     Attributes:
-        muted: Hooks that do not run now, because another part of the batch runs them.
+        muted: Names of hooks to skip, because another part of the batch runs them.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, stack: ExitStack) -> None:
         self.muted: tuple[str, ...] = ()
-        self._done: set[tuple[int, str]] = set()
+        self._finished_hooks: set[tuple[int, str]] = set()
         owners = [(callback, Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
         for owner, base in (*owners, (module, LightningModule)):
-            for name in HOOKS:
+            for name in GUARDED_HOOKS:
                 hook = getattr(owner, name)
                 if getattr(hook, "__func__", None) is not getattr(base, name):
                     guarded = self._guarded(hook, (id(owner), name), owner is not module)
                     stack.enter_context(replaced(owner, **{name: guarded}))
 
     def reset(self) -> None:
-        self._done.clear()
+        self._finished_hooks.clear()
 
     def _guarded(
         self, hook: Callable[..., Any], key: tuple[int, str], once: bool
     ) -> Callable[..., None]:
         def guarded(*args: Any, **kwargs: Any) -> None:
-            if key[1] not in self.muted and not (once and key in self._done):
+            if key[1] not in self.muted and not (once and key in self._finished_hooks):
                 hook(*args, **kwargs)
-                self._done.add(key)
+                self._finished_hooks.add(key)
 
         return guarded

@@ -1,4 +1,4 @@
-"""Splits batches into parts, and checks on one part that splitting keeps the gradient."""
+"""Splits batches into parts, and checks on one part whether splitting changes the gradient."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Pieces: TypeAlias = Sequence[tuple[Any, int]]
 LOSSES = ("mean_over_samples", "mean_over_tokens", "sum")
 
 TOLERANCE = 1e-3
-"""Share of the gradient's norm up to which a difference counts as rounding."""
+"""Differences up to this share of the gradient's norm count as rounding."""
 
 TOLERANCE_16_BIT = 5e-2
-"""The same for parameters of 16 bits."""
+"""The same limit for parameters of 16 bits."""
 
-CHECKED = frozenset(2**n for n in range(7))
-"""Numbers of the split batches that are checked. The first alone may be one without padding."""
+CHECKED_SPLITS = frozenset(2**n for n in range(7))
+"""Which of the split batches are checked. The first alone is not enough: it may lack padding."""
 
-BATCH_NORM = (
+BATCH_NORM_WARNING = (
     "MicroBatching splits a batch of a model with BatchNorm, whose statistics are now those of "
     "micro-batches: gradients and running statistics differ from those of whole batches. GroupNorm "
     "and LayerNorm do not have this problem."
@@ -59,7 +59,6 @@ class Splitter:
         self._split, self._loss, self._count = split, loss, count
 
     def split(self, batch: Any, parts: int) -> Pieces:
-        """Split a batch into ``parts`` parts."""
         if self._split is None:
             return split_into(batch, parts)
         pieces = list(self._split(batch, parts))
@@ -76,7 +75,7 @@ class Splitter:
         return samples
 
     def shares(self, pieces: Pieces) -> list[Any]:
-        """Return the factor of each part's loss: a number, or a tensor that is never read."""
+        """Return the factor on each part's loss: a number, or a tensor that is never read."""
         if len(pieces) == 1 or self._loss == "sum":
             return [1.0] * len(pieces)
         weights: list[Any] = [samples for _, samples in pieces]
@@ -90,41 +89,41 @@ class Splitter:
 
 
 class SplitCheck:
-    """Warns once per model if the gradient of a micro-batch is not that of its two halves.
+    """Warns once per model if a micro-batch and its two halves give different gradients.
 
     The check logs nothing and restores random state, buffers, metrics, counters, gradients and
     parameters. Communication hooks and callbacks do not run. Dropout is off, and so is autocast,
     whose rounding would hide differences.
 
     Attributes:
-        sums: Names of values that are logged as means and were found to be sums over samples.
+        sums: Names of values that are logged as means but are sums over samples.
     """
 
     def __init__(self, splitter: Splitter) -> None:
         self._splitter = splitter
         self.sums: set[str] = set()
         self._splits = 0
-        self._warned = self._logged = False
+        self._warned = self._logged_reason = False
 
     def check(
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, parts: int
     ) -> None:
         self._splits += 1
-        if self._warned or self._splits not in CHECKED:
+        if self._warned or self._splits not in CHECKED_SPLITS:
             return
         if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
             self._warned = True
-            rank_zero_warn(BATCH_NORM)
+            rank_zero_warn(BATCH_NORM_WARNING)
             return
         pieces = self._splitter.split(batch, parts)
-        if pieces[0][1] == 1 and parts > 1:
-            pieces = self._splitter.split(batch, parts // 2)  # two samples may fit as well
+        if pieces[0][1] == 1 and parts > 1:  # try two samples, which may also fit
+            pieces = self._splitter.split(batch, parts // 2)
         piece, samples = pieces[self._splits % len(pieces)]
         try:
             error = self._measure(trainer, module, piece, samples)
         except _CannotCheckError as reason:
-            if not self._logged:
-                self._logged = True
+            if not self._logged_reason:
+                self._logged_reason = True
                 log.info("Whether a split changes the gradient could not be checked: %s", reason)
             return
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
@@ -142,11 +141,11 @@ class SplitCheck:
     def _measure(
         self, trainer: pl.Trainer, module: pl.LightningModule, piece: Any, samples: int
     ) -> float:
-        """Return the distance between the gradients of a piece and of its halves, relative."""
+        """Return the relative difference between the gradients of a piece and of its halves."""
         if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise _CannotCheckError("parameters are sharded.")
         mixed = trainer.precision.endswith("-mixed")
-        if mixed and samples >= 4:  # in float32 half of it takes as much memory
+        if mixed and samples >= 4:  # in float32, half the samples take as much memory
             piece, samples = self._splitter.split(piece, 2)[0]
         if samples < 2:
             raise _CannotCheckError("only one sample fits.")
@@ -164,18 +163,15 @@ class SplitCheck:
         except _CannotCheckError:
             raise
         except Exception as error:  # noqa: BLE001 - the batch itself runs next
-            failed, reason = is_out_of_memory(error), f"{type(error).__name__}: {error}"
-        # Outside `except`: its traceback would hold the memory that must be freed.
-        if failed:
-            recover_memory(
-                trainer.strategy.root_device
-            )  # outside `except`, whose traceback holds memory
+            ran_out, reason = is_out_of_memory(error), f"{type(error).__name__}: {error}"
+        if ran_out:  # outside `except`, whose traceback holds memory
+            recover_memory(trainer.strategy.root_device)
         raise _CannotCheckError(reason)
 
     def _compare(self, trainer: pl.Trainer, module: pl.LightningModule, piece: Any) -> float:
         whole, logged = _gradient(trainer, module, piece)
         size = _norm(whole)
-        # The same with other random numbers: a difference means that the loss is random.
+        # The same piece with other random numbers shows whether the loss is random.
         other, _ = _gradient(trainer, module, piece, draw=True)
         noise = _norm([a - b for a, b in zip(whole, other, strict=True)])
         if not size or not math.isfinite(size):
@@ -187,8 +183,8 @@ class SplitCheck:
         sums = dict.fromkeys(logged, 0.0)
         for (half, _), share in zip(halves, self._splitter.shares(halves), strict=True):
             gradient, values = _gradient(trainer, module, half)
-            for rest, part in zip(whole, gradient, strict=True):
-                rest -= part * share
+            for remainder, part in zip(whole, gradient, strict=True):
+                remainder -= part * share
             for name in sums:
                 sums[name] += float(values.get(name, math.nan))
         self.sums.update(
@@ -227,8 +223,8 @@ def _gradient(
         loss = loss_of(trainer, module, copy.deepcopy(piece), 0)
         if loss is None:
             raise _CannotCheckError("training_step returned None.")
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [g.float() for g in found if g is not None], logged
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [g.float() for g in gradients if g is not None], logged
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.batching import peaks
-from lightning_opt.batching.micro_batching.sizes import LearnedSizes, Measured, PassedBatches
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak, PassedBatches
 from lightning_opt.core.measure.malloc import malloc_trim
 from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, resident_memory
 from tests.helpers.processes import launch
@@ -174,7 +174,7 @@ def test_planned_sizes_stay_within_the_limit_under_fsdp2():
 
 
 @pytest.mark.parametrize(
-    ("peak", "elements", "room"),
+    ("peak", "elements", "size"),
     [
         (0.2, 10, 8),  # the largest growth at once
         (0.5, 10, 7),
@@ -185,8 +185,8 @@ def test_planned_sizes_stay_within_the_limit_under_fsdp2():
         (0.1, 10, 8),  # no memory used
     ],
 )
-def test_room_follows_the_measured_memory_per_sample(peak, elements, room):
-    assert Measured("float32[n]", 10, 4, peak, rest=0.1).room_for(elements) == room
+def test_planned_size_follows_the_measured_memory_per_sample(peak, elements, size):
+    assert MeasuredPeak("float32[n]", 10, 4, peak, baseline=0.1).largest_size(elements) == size
 
 
 def shrink(sizes: LearnedSizes, shape: str, elements: int, failed: int) -> int:
