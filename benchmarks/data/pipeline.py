@@ -28,7 +28,7 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from lightning_opt.core.measure.machine import available_cpus
 from lightning_opt.data.pipeline.loaders import LoaderSettings, attributes_for
-from lightning_opt.data.pipeline.pipeline_tuner import MOST_FOR_WAITING
+from lightning_opt.data.pipeline.pipeline_tuner import MAX_WAITING_WORKERS
 
 GPU = True
 
@@ -207,7 +207,7 @@ def main() -> None:
     rows, tables = [], {}
     for name, dataset, most in (
         ("computes", Computed(), cores),
-        ("waits", Waited(), max(cores, MOST_FOR_WAITING)),
+        ("waits", Waited(), max(cores, MAX_WAITING_WORKERS)),
         ("is ready", Items(), cores),
     ):
         steps = sorted({0, 1, *(2**i for i in range(1, 10) if 2**i <= most), most})
@@ -246,7 +246,7 @@ def main() -> None:
         [
             f"A grid of workers x prefetch_factor {PREFETCH}, {seconds:g} s a setting behind its "
             f"start; the medians of {rounds} interleaved rounds. Batches of {BATCH}; at most "
-            f"{cores} workers, and {max(cores, MOST_FOR_WAITING)} for the dataset that waits.",
+            f"{cores} workers, and {max(cores, MAX_WAITING_WORKERS)} for the dataset that waits.",
             "An item of the dataset that computes, in µs: "
             + ", ".join(f"{row['item']} {row['µs']:.0f}" for row in items)
             + ".",

@@ -1,4 +1,4 @@
-"""Speed of encoding and decoding a bucket with each compressor, beside a copy on the same device.
+"""Speed of encoding and decoding a bucket with each compressor, compared with a copy.
 
 Supports the choice of a compressor: a bucket of 26 MB, encoded with its residual as in each step,
 in gigabytes of gradient per second. On CUDA, waiting during encoding or decoding is a failure.
@@ -20,7 +20,7 @@ NUMEL = 6_553_600
 
 
 def main() -> None:
-    """Time the compressors in turns, and publish."""
+    """Time the compressors alternately, and publish the table."""
     arguments = parse_arguments(__doc__ or "")
     device, numel = torch.device(arguments.device), NUMEL // (100 if arguments.quick else 1)
     gradients = [torch.randn(numel, device=device) for _ in range(4)]

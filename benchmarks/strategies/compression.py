@@ -53,7 +53,7 @@ INTERFACE = "eth0"
 
 LEFT_OUT = 5
 LEFT_OUT_OF_AUTO = 42
-"""Steps that do not count; of `ddp_compressed`, until it has chosen."""
+"""Untimed first steps; `ddp_compressed` needs more, until it has chosen."""
 
 SECONDS = 80.0
 """After this time, no further round starts on one network."""
@@ -148,9 +148,9 @@ def time_in_rounds(
     time_one: Callable[[str], tuple[float, float, str | None]],
     own: argparse.Namespace,
 ) -> None:
-    """Time candidates round by round while there is time, and write what was found as JSON.
+    """Time candidates round by round until the time is up, and write the measurements as JSON.
 
-    It holds for each candidate the seconds and the bytes of a step, one number a round.
+    The JSON has each candidate's seconds and bytes per step, one number per round.
 
     Args:
         names: Of the candidates.
@@ -185,7 +185,7 @@ def time_in_rounds(
 def time_candidate(
     name: str, strategy: Any, world: int, steps: int
 ) -> tuple[float, float, str | None]:
-    """Return the seconds and the bytes of a step, and what ``ddp_compressed`` has chosen."""
+    """Return the seconds and the bytes per step, and the choice of ``ddp_compressed``."""
     left_out = LEFT_OUT_OF_AUTO if name == AUTO else LEFT_OUT
     watch = Stopwatch()
     trainer = L.Trainer(
@@ -207,7 +207,7 @@ def time_candidate(
 
 
 class Chosen(L.Callback):
-    """Stores the note of the strategy's choice."""
+    """Stores the strategy's message about its choice."""
 
     def __init__(self) -> None:
         self.text: str | None = None
@@ -228,7 +228,7 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def namespaces(ranks: int, limit: tuple[str, str] | None) -> Iterator[list[str]]:
-    """Create one network namespace per rank, joined by a bridge in another; remove them after.
+    """Create one network namespace per rank, joined by a bridge, and remove them afterwards.
 
     Every command names one of these namespaces, so no interface outside them can be touched.
 
@@ -264,7 +264,7 @@ def namespaces(ranks: int, limit: tuple[str, str] | None) -> Iterator[list[str]]
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot make networks, or None if it can."""
+    """Return why this machine cannot create networks, or None if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found (package iproute2)"
@@ -278,11 +278,11 @@ def why_not() -> str | None:
 def rank_environment(
     rank: int, ranks: int, address: str, port: int, interface: str
 ) -> dict[str, str]:
-    """Return what tells Lightning and gloo which of several processes this is.
+    """Return the environment variables of one rank, for Lightning and gloo.
 
     Args:
-        rank: Its number.
-        ranks: How many there are.
+        rank: The rank.
+        ranks: Number of ranks.
         address: Where rank 0 can be reached.
         port: The port there.
         interface: What gloo sends through.
@@ -311,7 +311,7 @@ def start_ranks(
     interface: str = "lo",
     timeout: float = 3600.0,
 ) -> Any:
-    """Run a benchmark once a rank, and return what its rank 0 writes as JSON to ``--result``.
+    """Run a benchmark once per rank, and return the JSON that rank 0 writes to ``--result``.
 
     Args:
         module: The benchmark's name; with ``--result`` it is one rank, for which Lightning finds
@@ -355,7 +355,7 @@ def start_ranks(
 def measure(
     ranks: int, network: str, steps: int, seconds: float, only: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what :func:`run_rank` finds over one of the networks."""
+    """Return the measurements of :func:`run_rank` over one network."""
     with namespaces(ranks, NETWORKS[network]) as names:
         found: dict[str, Any] = start_ranks(
             "benchmarks.strategies.compression",
@@ -375,7 +375,7 @@ COPY = "memory copy"
 
 
 def cost_of_compression(rounds: int) -> lo.Report:
-    """Time what is done to one bucket of 26 MB in a step, as a ratio to copying it."""
+    """Time encoding and decoding one bucket of 26 MB, as a ratio to copying it."""
     numel = 6_553_600
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(numel, generator=generator) for _ in range(3)]
@@ -472,7 +472,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row a candidate: median ratios within a round."""
+    """Return one row per candidate, with medians of the ratios within a round."""
     seconds, sent = found["seconds"], found["bytes"]
     dense = seconds["dense"]
     alone = statistics.median(seconds["no exchange"])

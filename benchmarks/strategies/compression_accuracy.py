@@ -39,7 +39,7 @@ from benchmarks.strategies.compression_tasks import TASKS, Task, trainer_of
 MODULE = "benchmarks.strategies.compression_accuracy"
 
 LOOKS = 20
-"""How often a timed run is scored."""
+"""Number of scores of a timed run."""
 
 NETWORK = "100 Mbit/s"
 
@@ -68,7 +68,7 @@ STEPS = {"digits": 1000, "bytes": 1000}
 """Steps of a run."""
 
 PIECE = 1200.0
-"""Seconds after which a piece of the scores is given up."""
+"""Timeout of one training of all strategies, in seconds."""
 
 
 class Scores(L.Callback):
@@ -163,9 +163,9 @@ def steps_of(task: str, own: argparse.Namespace, arguments: argparse.Namespace) 
 
 
 def collect_scores(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
-    """Train what no call before has trained, seed by seed, and publish after each piece.
+    """Train what earlier calls have not trained, seed by seed, and publish after each training.
 
-    Two ranks come before four, so that the first calls leave something whole.
+    Two ranks come before four, so that the first calls complete a table.
     """
     end = time.monotonic() + 60 * own.minutes
     path = arguments.out / f"{ACCURACY}.json"
@@ -192,7 +192,7 @@ def collect_scores(own: argparse.Namespace, arguments: argparse.Namespace) -> No
 def score_outliers(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
     """Train with and without one batch whose loss is 300 times too large on one rank.
 
-    What an earlier call found with other optimizers after as many steps is kept.
+    Results of earlier calls with other optimizers and as many steps are kept.
     """
     task, steps = "bytes", own.steps or (40 if arguments.quick else 400)
     names = list(own.only or ("dense", "int8", "topk 1%, no ramp"))
@@ -270,7 +270,7 @@ ACCURACY = "compression_accuracy"
 
 
 def accuracy_report(scores: dict[str, dict[str, dict[str, float]]]) -> lo.Report:
-    """Return the table of final scores; of each strategy the seeds that dense has too."""
+    """Return the table of final scores, for seeds that were also trained with plain DDP."""
     rows = []
     for place in sorted(scores, key=lambda place: place.split(", ")[::-1]):
         task, optimizer, ranks, steps = place.split(", ")
@@ -287,7 +287,7 @@ def accuracy_report(scores: dict[str, dict[str, dict[str, float]]]) -> lo.Report
 
 
 def time_report(rows: list[dict[str, Any]]) -> lo.Report:
-    """Return the table of seconds to a score."""
+    """Return the table of seconds until a score is reached."""
     return lo.Report(
         f"Seconds to an accuracy between two ranks at {NETWORK}",
         rows,
@@ -306,7 +306,7 @@ def rows_of(
     steps: str,
     scores: dict[str, dict[str, float]],
 ) -> list[dict[str, Any]]:
-    """Return one row a strategy: scores by seed."""
+    """Return one row per strategy, with its scores by seed."""
     rows = []
     baseline = scores.get("dense", {})
     for name in sorted(scores, key=list(STRATEGIES).index):
@@ -337,7 +337,7 @@ def rows_of(
 def times_of(
     task: type[Task], optimizer: str, curves: dict[str, list[tuple[float, float]]]
 ) -> list[dict[str, Any]]:
-    """Return one row a strategy: when its score first reached the target."""
+    """Return one row per strategy, with the seconds until its score reached the target."""
     dense = curves["dense"]
     target = dense[max(round(REACHED_BY_DENSE * len(dense)) - 1, 0)][1]
     reached = {

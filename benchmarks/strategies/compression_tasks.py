@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BATCH = 32
-"""Samples of a step, shared among the ranks."""
+"""Samples per step of all ranks together."""
 
 
 def trainer_of(world: int, strategy: Any, **settings: Any) -> L.Trainer:
-    """Return a Trainer of so many ranks for one epoch, which writes and draws nothing."""
+    """Return a Trainer of ``world`` ranks for one epoch, without logs and checkpoints."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     return L.Trainer(
         accelerator="cpu",
@@ -53,7 +53,7 @@ class Task(L.LightningModule):
         return 300 * loss if int(number) == self.bad_batch and self.global_rank == 1 else loss
 
     def draw(self, number: int, rank: int, high: int) -> Tensor:
-        """Return which samples a rank sees in a step: the same for every strategy."""
+        """Return the indices of a rank's samples in a step, the same for every strategy."""
         generator = torch.Generator().manual_seed((self.seed * 64 + rank) * 100_000 + number)
         return torch.randint(0, high, (BATCH // self.ranks,), generator=generator)
 

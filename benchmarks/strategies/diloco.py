@@ -66,7 +66,7 @@ def run_rank(own: argparse.Namespace) -> None:
 
 
 def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float, None]:
-    """Return the seconds and the bytes of a step, means over whole windows; nothing is chosen."""
+    """Return the mean seconds and bytes per step over whole windows, and None for a choice."""
     window = min(settings["sync_every"], 30)
     steps = (1 + WINDOWS) * window
     watch = Stopwatch()
@@ -107,7 +107,7 @@ def measure(ranks: int, network: str, own: argparse.Namespace, seconds: float) -
 
 
 def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row a candidate: median ratios within a round."""
+    """Return one row per candidate, with medians of the ratios within a round."""
     seconds, sent = found["seconds"], found["bytes"]
     # A ring all-reduce of the same gradients, without headers.
     numel = sum(parameter.numel() for parameter in Network().parameters())

@@ -1,4 +1,4 @@
-"""Loss of DiLoCo beside plain and compressed DDP after the same steps, each at its own best rate.
+"""Loss of DiLoCo, plain and compressed DDP after the same steps, each at its best learning rate.
 
 Claim: replicas that synchronize every 16 or 30 steps send a sixtieth of the bytes of plain DDP or
 less, and come closer to its loss under AdamW than Top-K does with as many bytes.
@@ -37,7 +37,7 @@ FILES = {"bytes": "diloco_accuracy", "digits": "diloco_accuracy_digits"}
 RATES = {"bytes": (3e-3, 6e-3, 1e-2, 2e-2), "digits": (5e-4, 1e-3, 2e-3, 4e-3)}
 
 EVERY = 240
-"""Steps from one count of bytes, and one score, to the next: whole windows of 16 and of 30."""
+"""Steps between scores and byte counts: whole windows of 16 and of 30 steps."""
 
 
 def _diloco(*arguments: Any, **settings: Any) -> Callable[[], Any]:
@@ -68,7 +68,7 @@ COMPARED = "ddp_topk 1%"
 
 
 def run_rank(own: argparse.Namespace) -> None:
-    """Train with one method at some rates, and write scores and the bytes of a step as JSON."""
+    """Train with one method at several rates, and write scores and bytes per step as JSON."""
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after a fit
     found = {}
@@ -92,7 +92,7 @@ class Curve(L.Callback):
 
 
 def train(own: argparse.Namespace, world: int, rate: float) -> dict[str, Any]:
-    """Return the score at the end, those on the way, and the bytes of a step."""
+    """Return the final score, the scores during training, and the bytes per step."""
     task = TASKS[own.task]("AdamW", world, own.seed)
     task.rates = (0.0, rate)
     curve = Curve()
@@ -114,7 +114,7 @@ def best_rate(of_rates: dict[str, dict[str, Any]], task: type[Task]) -> str | No
 def next_run(
     scores: dict[str, Any], names: Sequence[str], seeds: int, task: str
 ) -> tuple[str, list[str], int] | None:
-    """Return a method, rates and a seed that are not tried yet, or None."""
+    """Return a method, rates and a seed that have not been tried yet, or None."""
     for name in names:
         of_rates = scores.setdefault(name, {})
         missing = [r for r in map(str, RATES[task]) if "0" not in of_rates.setdefault(r, {})]
@@ -130,14 +130,14 @@ def next_run(
 
 
 def report_of(scores: dict[str, Any], steps: int, ranks: int, task: str) -> lo.Report:
-    """Return one row a method: at its best rate, compared with dense by seed."""
+    """Return one row per method: its best rate, compared with plain DDP by seed."""
     kind = TASKS[task]
     rows = []
     best = {name: best_rate(of_rates, kind) for name, of_rates in scores.items()}
     dense = scores["dense"].get(best.get("dense") or "", {})
 
     def distance(name: str) -> Any:
-        """Return by how much a method is worse: percent of a loss, points of an accuracy."""
+        """Return how much worse a method is: percent of a loss, or points of an accuracy."""
         own = scores[name][best[name]]
         pairs = [(own[s]["score"], dense[s]["score"]) for s in own if s in dense]
         if kind.better > 0:
@@ -180,7 +180,7 @@ def report_of(scores: dict[str, Any], steps: int, ranks: int, task: str) -> lo.R
 
 
 def steps_to(target: float, run: dict[str, Any], steps: int) -> float:
-    """Return the step in which a loss is first reached, between two looks by interpolation."""
+    """Return the step in which a loss is first reached, interpolated between two scores."""
     places = [*range(EVERY, steps, EVERY), steps]
     losses = [*run["curve"][: len(places) - 1], run["score"]]
     before = (0, losses[0])
@@ -193,7 +193,7 @@ def steps_to(target: float, run: dict[str, Any], steps: int) -> float:
 
 
 def time_report(scores: dict[str, Any], steps: int, out: Path) -> lo.Report | None:
-    """Return how long a larger model would take to a loss; None without records of its steps."""
+    """Return a larger model's predicted seconds to a loss; None without records of its steps."""
     milliseconds = {}
     for file in ("compression", "diloco"):
         if (out / f"{file}.json").exists():
@@ -242,7 +242,7 @@ STEP_OF = {
     "diloco, H=30": ("H=30", "diloco, H=30"),
     "diloco_streaming": ("H=30, 4 fragments, delay 5", "diloco_streaming, H=30"),
 }
-"""Whose losses, and whose time of a step, by name."""
+"""The method of the losses and the method of the step time, by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,12 +47,12 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
     (3, {"fragments": 4, "delay": 3, "compression": "int4"}),
     (2, {"fragments": 2, "delay": 7, "compression": "float32"}),
 ]
-"""Ranks, and arguments of the strategy beside those below; each has its share of the faults."""
+"""Number of ranks and arguments of the strategy; each setting gets its share of the faults."""
 
 OUTER = {"sync_every": 8, "outer_lr": 0.7, "outer_momentum": 0.8}
 
 KINDS = {"NaN": 4, "slow rank": 4, "killed and resumed": 1, "network paused for 5 s": 2}
-"""And how often each is drawn, against the others."""
+"""Relative frequency of each fault."""
 
 SAVE_EVERY = 40
 
@@ -64,7 +64,7 @@ NETWORK_NAMESPACE = 0x40000000
 
 
 class Net(L.LightningModule):
-    """A small net on noise, whose steps take a few milliseconds."""
+    """A small model trained on noise, whose steps take a few milliseconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Net(L.LightningModule):
 
 
 class Witness(L.Callback):
-    """Plants a NaN on request, writes hashes of weights, and saves checkpoints."""
+    """Inserts a NaN on request, writes hashes of weights, and saves checkpoints."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self.folder, self.rank = folder, rank
@@ -112,7 +112,7 @@ class Witness(L.Callback):
 
 
 def hash_of(tensors: Iterable[Tensor]) -> str:
-    """Return a hash of the bits, with a sign of numbers that are not finite."""
+    """Return a hash of the bits, marked if any number is not finite."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     sign = "" if math.isfinite(flat.sum()) else "!"
     return sign + hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
@@ -209,7 +209,7 @@ class Run:
         self.start()
 
     def compared(self) -> Counter[str]:
-        """Return how many hashes could be compared over ranks, and how many of them were bad.
+        """Return the number of hashes compared over ranks, and the number of bad ones.
 
         A process that was killed may lack the last ones.
         """
@@ -227,7 +227,7 @@ class Run:
 def endure(
     ranks: int, plan: dict[str, Any], kinds: Sequence[str], draw: random.Random, faults: int
 ) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Return how often each fault was done, how often it hung, and what was compared."""
+    """Return the counts of each fault, of hangs, and of compared hashes."""
     times: Counter[str] = Counter()
     hangs: Counter[str] = Counter()
     paused = any(kind.startswith("network") for kind in kinds)

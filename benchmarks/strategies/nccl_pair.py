@@ -32,7 +32,7 @@ from lightning_opt.core.measure.timing import wait_for
 GPU = True
 LIMIT = 120.0
 WARMUP = 14
-"""Steps before those that are timed: compression begins after ten."""
+"""Untimed first steps: compression begins after ten."""
 STRATEGIES = ("ddp", "ddp_bf16", "ddp_int8", "ddp_int4", "ddp_topk", "ddp_threshold")
 
 

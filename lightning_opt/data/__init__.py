@@ -1,1 +1,1 @@
-"""Data: loaders tuned by measurement, copies beside the computation, and a bounded cache."""
+"""Data loading: tuned loaders, copies during computation, and a bounded cache."""

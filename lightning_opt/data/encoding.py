@@ -34,7 +34,7 @@ def encode(item: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return a new item from the bytes of :func:`encode`; it shares memory with nothing."""
+    """Return a new item from the bytes of :func:`encode`, with its own memory."""
     return pickle.loads(data)
 
 
@@ -49,7 +49,7 @@ def digest(*parts: Any) -> bytes:
 
 
 class _Encoder(pickle.Pickler):
-    """Pickles tensors as raw bytes: torch's own way writes an archive, which takes some 50 µs."""
+    """Pickles tensors as raw bytes: torch writes an archive, which takes about 50 µs."""
 
     def reducer_override(self, value: Any) -> Any:
         if not is_plain(value) or value.requires_grad:

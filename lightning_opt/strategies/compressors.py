@@ -222,7 +222,7 @@ class ThresholdCodec(SparseCodec):
     def __init__(self, layout: SparseLayout, device: torch.device, value: float | None) -> None:
         super().__init__(layout, device)
         self._value = value
-        self._crowded = False
+        self._exceeds_capacity = False
 
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         capacity = self.layout.capacity
@@ -239,14 +239,14 @@ class ThresholdCodec(SparseCodec):
                 self.bound = values.abs().min().item()  # on a CPU
             return indices, values
         bound = float(bound)
-        if not self._crowded:
+        if not self._exceeds_capacity:
             indices, values = self._selector.at_least(flat, bound)
             if len(indices) <= capacity:
                 return indices, values
         # More elements reach the bound than fit: send the largest until fewer reach it again.
         indices, values = self._selector.top(flat, capacity)
         above = values.abs() >= bound
-        self._crowded = bool(above.all())  # on a CPU
+        self._exceeds_capacity = bool(above.all())  # on a CPU
         return indices[above], values[above]
 
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 
-CHUNK = 131_072
+CHUNK_SIZE = 131_072
 """Elements per piece on a CPU: 0.5 MB of float32, which fits an L2 cache together with a mask."""
 
-HEADER = 16
+HEADER_BYTES = 16
 
-NARROW, WIDE = 255, 32_767
+NARROW_BLOCK, WIDE_BLOCK = 255, 32_767
 """Elements per index block: its count and the offsets within it fit a uint8, or an int16."""
 
-GROUP = 128
+GROUP_SIZE = 128
 """Selected values that share one scale when they are sent as int8."""
 
 
@@ -37,7 +37,9 @@ def split(numel: int, size: int) -> list[slice]:
 
 def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
     """Return slices that fit a CPU's cache; on an accelerator, one slice."""
-    size = max(CHUNK // multiple, 1) * multiple if reads_are_free(flat.device) else flat.numel()
+    size = (
+        max(CHUNK_SIZE // multiple, 1) * multiple if reads_are_free(flat.device) else flat.numel()
+    )
     return split(flat.numel(), size)
 
 
@@ -96,7 +98,7 @@ class Layout:
 
     def __init__(self, *parts: tuple[torch.dtype, tuple[int, ...]]) -> None:
         self._parts: list[tuple[torch.dtype, tuple[int, ...], slice]] = []
-        end = HEADER
+        end = HEADER_BYTES
         for dtype, shape in parts:
             start = -(-end // 4) * 4  # the widest dtype has 4 bytes
             end = start + math.prod(shape) * dtype.itemsize
@@ -121,13 +123,15 @@ class SparseLayout(Layout):
 
     def __init__(self, numel: int, capacity: int) -> None:
         self.numel, self.capacity = numel, capacity
-        narrow = -(-numel // NARROW) + capacity
-        wide = 2 * (-(-numel // WIDE) + capacity)
+        narrow = -(-numel // NARROW_BLOCK) + capacity
+        wide = 2 * (-(-numel // WIDE_BLOCK) + capacity)
         # Whichever takes fewer bytes.
-        self.block, index = (NARROW, torch.uint8) if narrow <= wide else (WIDE, torch.int16)
+        self.block, index = NARROW_BLOCK, torch.uint8
+        if wide < narrow:
+            self.block, index = WIDE_BLOCK, torch.int16
         self.blocks = -(-numel // self.block)
         super().__init__(
-            (torch.float32, (-(-capacity // GROUP),)),
+            (torch.float32, (-(-capacity // GROUP_SIZE),)),
             (torch.int8, (capacity,)),
             (index, (self.blocks,)),
             (index, (capacity,)),
@@ -152,10 +156,10 @@ class SparseLayout(Layout):
         counts.copy_(ones.new_zeros(self.blocks).index_add_(0, blocks, ones))
         offsets[:count].copy_(indices - blocks * self.block)
         write_count(message, values.count_nonzero())
-        groups = -(-count // GROUP)
-        rows = values.new_zeros(groups * GROUP, dtype=torch.float32)
+        groups = -(-count // GROUP_SIZE)
+        rows = values.new_zeros(groups * GROUP_SIZE, dtype=torch.float32)
         rows[:count].copy_(values)
-        coded, scale = quantize_rows(rows.view(groups, GROUP), 127)
+        coded, scale = quantize_rows(rows.view(groups, GROUP_SIZE), 127)
         codes[:count].copy_(coded.view(-1)[:count])
         scales[:groups].copy_(scale)
         return coded.mul_(scale.unsqueeze(1)).view(-1)[:count]
@@ -171,5 +175,5 @@ class SparseLayout(Layout):
         indices = starts.repeat_interleave(counts.to(torch.int64), output_size=count)
         indices += offsets[:count]
         values = codes[:count].float()
-        values *= (scales * alpha).unsqueeze(1).expand(-1, GROUP).reshape(-1)[:count]
+        values *= (scales * alpha).unsqueeze(1).expand(-1, GROUP_SIZE).reshape(-1)[:count]
         return indices, values

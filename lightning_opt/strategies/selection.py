@@ -5,8 +5,8 @@ estimated once from a strided sample, and then taken from the previous step: gra
 slowly, and their sum with the residual even more slowly. All elements above it are candidates, and
 the largest candidates are the exact result, as long as there are enough.
 
-That is for a CPU, where counting is free. A device uses :func:`largest_indices`, which waits for
-nothing: it finds the same elements, always ``k``, with zeros if there are fewer.
+On a CPU, counting is free. A device uses :func:`largest_indices`, which does not wait: it returns
+exactly ``k`` elements, zeros included.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_opt.strategies.packing import CHUNK, chunks_of
+from lightning_opt.strategies.packing import CHUNK_SIZE, chunks_of
 
-SAMPLE = 16_384
+MIN_SAMPLE_SIZE = 16_384
 EXPECTED_IN_SAMPLE = 64
 """Expected elements above the threshold in a sample: its count then has an error of 1 in 8."""
 
@@ -28,12 +28,12 @@ TINY = torch.finfo(torch.float32).tiny
 
 def sampled_threshold(flat: Tensor, k: int) -> float:
     """Estimate the magnitude that ``k`` elements of ``flat`` reach, from a strided sample."""
-    wanted = max(SAMPLE, EXPECTED_IN_SAMPLE * flat.numel() // k)
+    sample_size = max(MIN_SAMPLE_SIZE, EXPECTED_IN_SAMPLE * flat.numel() // k)
     # An odd stride, so that the sample covers all columns of a matrix of even width.
-    stride = max(flat.numel() // wanted, 1) | 1
+    stride = max(flat.numel() // sample_size, 1) | 1
     sample = flat[::stride].abs()
-    place = max(round(k * sample.numel() / flat.numel()), 1)
-    return sample.topk(place, sorted=False).values.min().item()  # on a CPU
+    rank = max(round(k * sample.numel() / flat.numel()), 1)
+    return sample.topk(rank, sorted=False).values.min().item()  # on a CPU
 
 
 def largest_indices(flat: Tensor, k: int) -> Tensor:
@@ -43,10 +43,10 @@ def largest_indices(flat: Tensor, k: int) -> Tensor:
 def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
     """Return the ascending indices of the ``k`` largest ``magnitudes``, and the k-th magnitude."""
     array = magnitudes.numpy()
-    among = np.zeros(len(array), dtype=bool)
-    among[np.argpartition(array, len(array) - k)[len(array) - k :]] = True
-    places = np.flatnonzero(among)
-    return torch.from_numpy(places), float(array[places].min())
+    is_largest = np.zeros(len(array), dtype=bool)
+    is_largest[np.argpartition(array, len(array) - k)[len(array) - k :]] = True
+    indices = np.flatnonzero(is_largest)
+    return torch.from_numpy(indices), float(array[indices].min())
 
 
 class Selector:
@@ -58,10 +58,10 @@ class Selector:
 
     def __init__(self, numel: int) -> None:
         self.threshold: float | None = None
-        self._last = 0.0  # the k-th magnitude of the step before
+        self._last_kth = 0.0  # the k-th magnitude of the previous step
         self._margin = 0.97
-        self._magnitude = np.empty(min(CHUNK, numel), dtype=np.float32)
-        self._mask = np.empty(min(CHUNK, numel), dtype=bool)
+        self._magnitude = np.empty(min(CHUNK_SIZE, numel), dtype=np.float32)
+        self._mask = np.empty(min(CHUNK_SIZE, numel), dtype=bool)
 
     def top(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the ``k`` largest elements of ``flat``.
@@ -99,13 +99,13 @@ class Selector:
     def _set_next_threshold(self, kth: float, surplus: float) -> None:
         """Set the next step's threshold for a surplus of about one candidate in ten.
 
-        With that, there are rarely too few candidates, and few to sort out. The residual, and with
-        it the k-th magnitude, grows ever more slowly, so half of the growth is extrapolated.
+        Then there are rarely too few candidates, and the surplus is cheap to sort out. The residual
+        and the k-th magnitude grow ever more slowly, so half of the growth is extrapolated.
         """
         self._margin = min(max(self._margin * (1.005 if surplus > 0.1 else 0.99), 0.8), 0.995)
-        growth = kth / self._last if self._last > 0 else 1.0
+        growth = kth / self._last_kth if self._last_kth > 0 else 1.0
         trend = min(max(math.sqrt(growth), 0.95), 1.25)
-        self._last = kth
+        self._last_kth = kth
         self.threshold = max(kth * self._margin * trend, TINY)
 
     def at_least(self, flat: Tensor, threshold: float) -> tuple[Tensor, Tensor]:

@@ -88,9 +88,9 @@ def train(
     torch.manual_seed(5)
     model = Recorded()
     tuner = lo.DataPipelineTuner(verbose=False)
-    original, measure = Search.run, tuning.MEASURE
+    original, measure = Search.run, tuning.MEASUREMENT_SECONDS
     try:
-        tuning.MEASURE = 0.02
+        tuning.MEASUREMENT_SECONDS = 0.02
         if tuned is not None:
             Search.run = choose(tuned)  # type: ignore[method-assign]
         callbacks = [record, *([tuner] if tuned is not None else [])]
@@ -105,7 +105,7 @@ def train(
         before = dict(vars(data))
         trainer.fit(model, data)
     finally:
-        Search.run, tuning.MEASURE = original, measure  # type: ignore[method-assign]
+        Search.run, tuning.MEASUREMENT_SECONDS = original, measure  # type: ignore[method-assign]
     after = {**vars(data), "served": before.get("served")}
     assert {name: after[name] for name in before} == before or tuned is None
     return record, model, tuner

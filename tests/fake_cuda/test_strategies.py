@@ -21,7 +21,7 @@ from tests.strategies.simulated import SimulatedEvent, simulate_ranks
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_reduction_reads_and_copies_nothing(monkeypatch, scheme, world):
-    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
+    monkeypatch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
     monkeypatch.setattr(hook_module, "Event", SimulatedEvent)
     launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.empty(size, device="cuda") for size in SIZES]

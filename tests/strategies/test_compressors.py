@@ -17,7 +17,7 @@ from lightning_opt.strategies.compressors import (
     Threshold,
     TopK,
 )
-from lightning_opt.strategies.packing import GROUP, read_count
+from lightning_opt.strategies.packing import GROUP_SIZE, read_count
 from tests.strategies.tensors import tensors
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(He
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Let small tensors take several chunks."""
-    monkeypatch.setattr(packing, "CHUNK", 100)
+    monkeypatch.setattr(packing, "CHUNK_SIZE", 100)
 
 
 compressors = st.one_of(
@@ -95,7 +95,7 @@ def test_top_k_sends_the_largest_elements(flat, ratio, warm):
         np.sort(magnitudes)[len(magnitudes) - len(indices) :],
     )
     exact = flat[indices]
-    for part, true in zip(sent.split(GROUP), exact.split(GROUP), strict=True):
+    for part, true in zip(sent.split(GROUP_SIZE), exact.split(GROUP_SIZE), strict=True):
         if len(true):
             assert ((part - true).abs() <= true.abs().max() / 127 * 0.5001 + 1e-36).all()
 

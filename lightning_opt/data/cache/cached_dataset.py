@@ -89,15 +89,15 @@ class CachedDataset(Caching, Dataset[Any]):
         """Return the items of a batch; missing ones are fetched together if the dataset can."""
         names = [_name(index) for index in indices]
         found = [self._look_up(name) for name in names]
-        missing = [place for place, data in enumerate(found) if data is None]
+        missing = [position for position, data in enumerate(found) if data is None]
         fetch = getattr(self.dataset, "__getitems__", None)
         if len(missing) > 1 and callable(fetch):
-            fetched = fetch([indices[place] for place in missing])
+            fetched = fetch([indices[position] for position in missing])
         else:
-            fetched = [self.dataset[indices[place]] for place in missing]
-        for place, item in zip(missing, fetched, strict=True):
-            data = found[place] = encode(item)
-            self._keep(names[place], data)
+            fetched = [self.dataset[indices[position]] for position in missing]
+        for position, item in zip(missing, fetched, strict=True):
+            data = found[position] = encode(item)
+            self._keep(names[position], data)
         # Decoded the first time too, so that items are always contiguous and never shared.
         return [decode(data) for data in found if data is not None]
 

@@ -18,13 +18,13 @@ class cached(Caching):  # noqa: N801 - called as a function is
     two results. Each call returns a new object. Errors are not cached.
 
     Args:
-        fn: A function that depends only on its arguments. To send it to spawned workers, give the
-            cached one another name than the function's.
+        fn: A function that depends only on its arguments. To send the cached function to spawned
+            workers, assign it to a different name.
         max_bytes: The limit on all cached results.
         symmetric: ``fn(a, b)`` equals ``fn(b, a)``: compute only one of them.
         policy: See :class:`CachedDataset`.
         storage: See :class:`CachedDataset`.
-        key: See :class:`CachedDataset`; the function's name takes the place of the class's.
+        key: See :class:`CachedDataset`, with the function's name instead of the class's.
         folder: See :class:`CachedDataset`.
 
     Raises:

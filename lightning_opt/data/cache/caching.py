@@ -25,15 +25,15 @@ except ImportError:  # pragma: no cover - on Windows leftovers of killed process
 
 Storage: TypeAlias = Literal["memory", "disk"]
 
-FILE = "cache.sqlite"
+FILE_NAME = "cache.sqlite"
 
 MEMORY_PREFIX = "lightning_opt_cache_"
-"""How the names of folders in memory begin."""
+"""Prefix of the names of folders in memory."""
 
 COUNTERS = ("hits", "misses", "evictions")
 
 COUNTER_ROWS = 129
-"""One for the main process, and one for each worker of a loader; more workers share rows."""
+"""A row for the main process, and one for each of 128 workers; further workers share rows."""
 
 
 class Caching:
@@ -53,11 +53,11 @@ class Caching:
         """Check the arguments and open the store.
 
         Args:
-            max_bytes: See :class:`~lightning_opt.CachedDataset`, as for the next four.
-            policy: See there.
-            storage: See there.
-            key: See there.
-            folder: See there.
+            max_bytes: See :class:`~lightning_opt.CachedDataset`.
+            policy: Likewise.
+            storage: Likewise.
+            key: Likewise.
+            folder: Likewise.
             name: Name of the dataset's class or of the function. On disk, items are found only
                 under the same key and name.
         """
@@ -72,16 +72,16 @@ class Caching:
                     "items change."
                 )
             default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            place = Path(folder or default / "lightning_opt")
-            check_private(place)
-            self._store = Store(place / FILE, max_bytes, policy, digest(name, key).hex())
+            directory = Path(folder or default / "lightning_opt")
+            check_private(directory)
+            self._store = Store(directory / FILE_NAME, max_bytes, policy, digest(name, key).hex())
         else:
             for argument, value in (("key", key), ("folder", folder)):
                 if value is not None:
                     raise ValueError(
                         f'{argument}={value!r} goes with storage="disk", got storage={storage!r}.'
                     )
-            self._store = Store(memory_folder(max_bytes, self) / FILE, max_bytes, policy)
+            self._store = Store(memory_folder(max_bytes, self) / FILE_NAME, max_bytes, policy)
         self._storage = storage
         # One row per process, so no lock is needed. Workers of a DataLoader, forked or spawned,
         # share this memory; a pickled copy counts separately.
@@ -121,7 +121,7 @@ class Caching:
 
 
 def check_private(folder: Path) -> None:
-    """Create ``folder`` if needed, and raise if other users could place items in it.
+    """Create ``folder`` if needed, and raise if other users could write items to it.
 
     Items are pickles, so whoever writes them can run code in the process that reads them. Root may
     use the folders of all users: in containers it is the usual user, and folders are mounted.
@@ -162,7 +162,8 @@ def memory_folder(max_bytes: int, owner: object) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=MEMORY_PREFIX, dir=root))
     lock = (folder / "new lock").open("wb")
     _lock(lock)
-    (folder / "new lock").rename(folder / "lock")  # from now on others see it, locked
+    # Visible to other processes only once it is locked.
+    (folder / "new lock").rename(folder / "lock")
     weakref.finalize(owner, _remove, folder, os.getpid(), lock)
     return folder
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 Policy: TypeAlias = Literal["lru", "keep"]
 T = TypeVar("T")
 
-PAGE = 4096
-LARGEST = 10**9 - PAGE
+PAGE_BYTES = 4096
+MAX_ITEM_BYTES = 10**9 - PAGE_BYTES
 """Bytes that SQLite accepts as one value."""
 
 BEGIN = "BEGIN IMMEDIATE"
@@ -32,7 +32,7 @@ TABLES = """
     CREATE TABLE IF NOT EXISTS contents (id INTEGER PRIMARY KEY, checksum BLOB, data BLOB);
     COMMIT;
 """
-EMPTY = 5
+EMPTY_PAGES = 5
 """Pages of an empty file."""
 
 TOUCH = """
@@ -58,7 +58,7 @@ class Store:
     deleted and counts as a miss. The file is not flushed to the disk, so after a power failure it
     may be unreadable; it is then started over.
 
-    Every error of the file is a miss, or nothing is stored.
+    An error of the file counts as a miss; an item that cannot be written is not stored.
 
     Args:
         file: The file, in a folder that exists and to which only trusted users can write.
@@ -78,13 +78,14 @@ class Store:
         self._connection: sqlite3.Connection | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._touched: dict[str, None] = {}
-        self._without_room = LARGEST  # the smallest size for which a full cache has no room
+        # The smallest size for which a full cache has no room.
+        self._min_rejected_size = MAX_ITEM_BYTES
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Store, (self.file, self.max_bytes, self.policy, self.version)
 
-    def _attempt(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """Return ``work(connection)``, or ``otherwise`` if SQLite raises."""
+    def _attempt(self, work: Callable[[sqlite3.Connection], T], default: T) -> T:
+        """Return ``work(connection)``, or ``default`` if SQLite raises."""
         if self._pid != os.getpid():
             self._reset()  # a connection must not be used on both sides of a fork
         with self._lock:
@@ -100,14 +101,14 @@ class Store:
                 self._connection = None
                 with suppress(OSError):
                     self.file.unlink()  # unreadable
-        return otherwise
+        return default
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.file, timeout=60.0, isolation_level=None, check_same_thread=False
         )
         connection.executescript(TABLES)
-        connection.execute(f"PRAGMA max_page_count = {EMPTY + self.max_bytes // PAGE}")
+        connection.execute(f"PRAGMA max_page_count = {EMPTY_PAGES + self.max_bytes // PAGE_BYTES}")
         return connection
 
     def get(self, name: str) -> bytes | None:
@@ -134,7 +135,7 @@ class Store:
 
     def put(self, name: str, data: bytes) -> int:
         """Store ``data`` if there is room, and return how many items were evicted for it."""
-        if len(data) > min(self.max_bytes, LARGEST) or len(data) >= self._without_room:
+        if len(data) > min(self.max_bytes, MAX_ITEM_BYTES) or len(data) >= self._min_rejected_size:
             return 0
 
         def add(database: sqlite3.Connection) -> int:
@@ -143,7 +144,7 @@ class Store:
                 more = self._evict(database, len(data))
                 if not more:
                     if self.policy == "keep":
-                        self._without_room = len(data)  # no room will become free
+                        self._min_rejected_size = len(data)  # no room will become free
                     break
                 evicted += more
             return evicted
@@ -178,7 +179,7 @@ class Store:
         with database:
             database.execute(BEGIN)
             self._write_touches(database)
-            while not evicted or _pragma(database, "freelist_count") * PAGE < size:
+            while not evicted or _pragma(database, "freelist_count") * PAGE_BYTES < size:
                 query = (OLDEST, ()) if self.policy == "lru" else (OTHERS, (self.version,))
                 row = database.execute(*query).fetchone()
                 if row is None:
@@ -194,7 +195,7 @@ class Store:
             pages = _pragma(database, "page_count") - _pragma(database, "freelist_count")
             mine = "SELECT count(*) FROM items WHERE version = ?"
             items = database.execute(mine, (self.version,)).fetchone()[0]
-            return {"bytes": max(0, pages - EMPTY) * PAGE, "items": items}
+            return {"bytes": max(0, pages - EMPTY_PAGES) * PAGE_BYTES, "items": items}
 
         return self._attempt(count, {"bytes": 0, "items": 0})
 
@@ -207,7 +208,7 @@ class Store:
                 database.execute(f"DELETE {mine}", version)
 
         self._attempt(empty, None)
-        self._without_room = LARGEST
+        self._min_rejected_size = MAX_ITEM_BYTES
 
     def _checksum(self, name: str, data: bytes) -> bytes:
         hashed = hashlib.blake2b(f"{self.version}/{name}/".encode(), digest_size=16)

@@ -1,1 +1,1 @@
-"""Tunes data loaders by measurement, logs waits for data, copies batches ahead of time."""
+"""Tunes data loaders, logs waits for data, and copies batches ahead of time."""

@@ -68,7 +68,7 @@ class DataMonitor(RunCallback):
         self._total_wait = self._total_time = 0.0
         # Since the last report: seconds of waiting and of validation.
         self._wait = self._validation = 0.0
-        self._begin: float | None = None
+        self._interval_start: float | None = None
         self._fetch_start = self._validation_start = 0.0
 
     @property
@@ -87,8 +87,8 @@ class DataMonitor(RunCallback):
         def on_before_fetch() -> None:
             before()
             self._fetch_start = time.perf_counter()
-            if self._begin is None:
-                self._begin = self._fetch_start
+            if self._interval_start is None:
+                self._interval_start = self._fetch_start
 
         def on_after_fetch() -> None:
             self._wait += time.perf_counter() - self._fetch_start
@@ -122,14 +122,14 @@ class DataMonitor(RunCallback):
 
     def _report(self, trainer: pl.Trainer) -> None:
         now = time.perf_counter()
-        if self._begin is None:
+        if self._interval_start is None:
             return
-        passed = max(now - self._begin - self._validation, 1e-9)
-        share = min(1.0, self._wait / passed)
-        rate = self._samples * trainer.world_size / passed
+        elapsed = max(now - self._interval_start - self._validation, 1e-9)
+        share = min(1.0, self._wait / elapsed)
+        rate = self._samples * trainer.world_size / elapsed
         self._total_wait += self._wait
-        self._total_time += passed
-        self._begin, self._samples = now, 0
+        self._total_time += elapsed
+        self._interval_start, self._samples = now, 0
         self._wait = self._validation = 0.0
         self._reports += 1
         # The first report includes the start of workers.

@@ -73,15 +73,15 @@ class DevicePrefetcher(RunCallback):
                 )
                 return
         side: Any = torch.cuda.Stream(device)
-        plain = pl_module.transfer_batch_to_device
+        original_transfer = pl_module.transfer_batch_to_device
 
         def transfer_batch_to_device(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            copy = partial(plain, batch, device, dataloader_idx)
+            copy = partial(original_transfer, batch, device, dataloader_idx)
             if not is_transparent(batch):
                 return copy()
             self._warn_if_not_pinned(batch)
             self.copies += 1
-            return copy_beside(copy, side, torch.cuda.current_stream(device), torch.cuda.stream)
+            return copy_on_stream(copy, side, torch.cuda.current_stream(device), torch.cuda.stream)
 
         self._patches.enter_context(
             replaced(pl_module, transfer_batch_to_device=transfer_batch_to_device)
@@ -100,7 +100,9 @@ class DevicePrefetcher(RunCallback):
         self._patches.close()
 
 
-def copy_beside(copy: Callable[[], Any], side: Any, current: Any, use: Callable[[Any], Any]) -> Any:
+def copy_on_stream(
+    copy: Callable[[], Any], side: Any, current: Any, use: Callable[[Any], Any]
+) -> Any:
     """Run ``copy`` on the stream ``side``; the stream ``current`` waits for it, the host does not.
 
     Args:

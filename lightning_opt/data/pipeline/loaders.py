@@ -1,4 +1,4 @@
-"""DataLoader settings: how they are changed in place, and when they must not be changed."""
+"""Changes DataLoader settings in place, and checks whether they may be changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_opt.core.modules.preserve import GENERATORS, isolated_random
 from lightning_opt.data.randomness import random_states
 
 SAMPLER_BATCHES = 4
-"""Batches of indices that are drawn to see when a sampler draws random numbers."""
+"""Batches of indices that are drawn to detect a sampler's random draws."""
 
 COUNTER_TYPES = (bool, int, float, str, type(None))
 """Types of attributes in which a sampler may count its epochs."""
@@ -79,7 +79,7 @@ def reason_to_skip(loader: Any) -> str | None:
 
 
 def _reason_to_skip_sampler(loader: DataLoader[Any]) -> str | None:
-    """Return why the order could change: workers run a sampler ahead, and start it twice."""
+    """Return why workers, which run a sampler ahead and start it twice, could change the order."""
     sampler = loader._index_sampler
     try:
         twin = copied_sampler(loader)

@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEASURE = 0.4
+MEASUREMENT_SECONDS = 0.4
 """Seconds of one measurement."""
 
-MOST_FOR_WAITING = 16
-"""The most workers beyond the share of the CPUs, for items that wait for a disk or a network."""
+MAX_WAITING_WORKERS = 16
+"""Maximum workers beyond the share of the CPUs, if items wait for a disk or a network."""
 
 
 class DataPipelineTuner(RunCallback):
@@ -65,7 +65,7 @@ class DataPipelineTuner(RunCallback):
     The order of samples is the same as without it. Measuring touches neither the dataset nor the
     sampler of this process, and random state is restored. Some loaders stay unchanged, with a
     warning that gives the reason: iterable datasets, several training loaders, datasets that cannot
-    be pickled for spawned workers, samplers that draw batch by batch, and loaders of which a trial
+    be pickled for spawned workers, samplers that draw batch by batch, and loaders whose trial
     fails. Random augmentation in workers draws different numbers, as with every change of
     ``num_workers``.
 
@@ -128,9 +128,9 @@ class DataPipelineTuner(RunCallback):
         self._tried: list[Measured] = []
         self._notes: list[str] = []
         self._patches = Patches()
-        self._loader: DataLoader[Any] | None = None  # the loader that is changed now
+        self._loader: DataLoader[Any] | None = None  # the loader whose settings are changed
         self._loader_patches = Patches()
-        self._several = False
+        self._is_unsupported = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Reset the state of an earlier fit."""
@@ -145,9 +145,9 @@ class DataPipelineTuner(RunCallback):
         original_request, original_process = source.dataloader, strategy.process_dataloader
 
         def dataloader() -> Any:
-            found = original_request()
-            self._several = not isinstance(found, DataLoader)
-            return found
+            requested = original_request()
+            self._is_unsupported = not isinstance(requested, DataLoader)
+            return requested
 
         def process_dataloader(dataloader: object) -> object:
             dataloader = original_process(dataloader)
@@ -192,8 +192,8 @@ class DataPipelineTuner(RunCallback):
                 vars(loader)["_iterator"] = None  # ends the workers kept for the next epoch
 
     def _reason_to_skip(self, trainer: pl.Trainer, loader: Any) -> str | None:
-        if self._several:
-            return "there are several training loaders, or none of torch"
+        if self._is_unsupported:
+            return "there are several training loaders, or one that is not a torch DataLoader"
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return "fast_dev_run is too short to measure"
         return reason_to_skip(loader)
@@ -213,15 +213,15 @@ class DataPipelineTuner(RunCallback):
             probed = probe(loader, indices, self.budget_seconds)
         except Exception as error:  # noqa: BLE001 - the user's sampler may raise anything
             failure, probed = str(error), (math.inf, 1.0, None, None)
-        seconds, busy, batch, found = probed
+        seconds, busy, batch, randomness = probed
         # One reduction for all values. The minimum of CPUs is the maximum of their negatives.
         fetch, busy, is_random, cpus = largest_over_ranks(
-            [seconds, busy, float(found is not None), -float(available_cpus())], device
+            [seconds, busy, float(randomness is not None), -float(available_cpus())], device
         )
         if math.isinf(fetch):
             raise ProbeError(failure)
         if is_random and self.random_items == "refuse":
-            raise ProbeError(f"its items are random: {found or 'on another rank'}")
+            raise ProbeError(f"its items are random: {randomness or 'on another rank'}")
         written = WrittenParameters(pl_module)
         step, step_seconds = self._trial_step(trainer, pl_module, batch, written)
 
@@ -231,7 +231,7 @@ class DataPipelineTuner(RunCallback):
             if largest_over_ranks([time.perf_counter() - start], device)[0] > limit:
                 return None
             try:
-                measured = time_loader(loader, indices, settings, step, MEASURE, limit)
+                measured = time_loader(loader, indices, settings, step, MEASUREMENT_SECONDS, limit)
             except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
                 failure, measured = f"{settings} failed: {error}", (math.inf, 1.0)
             seconds, wait = largest_over_ranks(measured, device)
@@ -239,10 +239,10 @@ class DataPipelineTuner(RunCallback):
                 raise ProbeError(failure)
             return Measured(settings, seconds, wait)
 
-        most = most_workers(int(-cpus), trainer.num_devices, busy)
+        largest = max_workers_for(int(-cpus), trainer.num_devices, busy)
         search = Search(
             measure,
-            max_workers=most if self.max_workers is None else self.max_workers,
+            max_workers=largest if self.max_workers is None else self.max_workers,
             # Without workers, the sampler's later random draws would differ.
             min_workers=int(present.workers > 0),
             prefetch=self.prefetch,
@@ -257,10 +257,10 @@ class DataPipelineTuner(RunCallback):
             f"Ended because {search.reason}, after {time.perf_counter() - start:.1f} s. A batch "
             f"takes {1e3 * fetch:.3g} ms to fetch without workers, a step {step_time}."
         ]
-        if found is not None:
+        if randomness is not None:
             self._notes.append(
-                f"Items are random ({found}): the order of samples stays, but workers draw other "
-                "numbers."
+                f"Items are random ({randomness}): the order of samples stays, but workers draw "
+                "other numbers."
             )
         if self.verbose and trainer.is_global_zero:
             self.chosen = chosen
@@ -355,11 +355,11 @@ class DataPipelineTuner(RunCallback):
         self._restore_loader()
 
 
-def most_workers(cpus: int, processes: int, busy: float) -> int:
+def max_workers_for(cpus: int, processes: int, busy: float) -> int:
     """Return each process's share of the CPUs, or more if its CPU is busy only part of the time."""
     share = max(1, cpus // max(1, processes))
-    most = MOST_FOR_WAITING
-    return max(share, min(most, int(share / max(busy, 1 / most))))
+    limit = MAX_WAITING_WORKERS
+    return max(share, min(limit, int(share / max(busy, 1 / limit))))
 
 
 def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:

@@ -21,14 +21,14 @@ from lightning_opt.data.encoding import decode, encode
 from lightning_opt.data.pipeline.loaders import LoaderSettings, measuring_copy
 from lightning_opt.data.randomness import find_randomness
 
-MOST_FETCHED = 64
+MAX_FETCHED_BATCHES = 64
 """The largest number of batches that are fetched without workers."""
 
 FETCH_SECONDS = 0.2
-"""Seconds after which no more of them are fetched."""
+"""Seconds after which no more batches are fetched without workers."""
 
-FEWEST_TIMED, MOST_TIMED = 4, 2000
-"""The fewest and the most batches of one measurement with workers."""
+MIN_TIMED_BATCHES, MAX_TIMED_BATCHES = 4, 2000
+"""Minimum and maximum batches of one measurement with workers."""
 
 
 class ProbeError(Exception):
@@ -62,7 +62,7 @@ def probe(
     fetcher = _MapDatasetFetcher(
         loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
     )
-    arguments = (sender, fetcher, list(islice(indices, MOST_FETCHED)))
+    arguments = (sender, fetcher, list(islice(indices, MAX_FETCHED_BATCHES)))
     process = context.Process(target=_fetch, args=arguments, daemon=True)
     try:
         process.start()
@@ -133,7 +133,7 @@ def time_loader(
     """
     copy = measuring_copy(loader, settings, indices)
     copy.timeout = min(loader.timeout or limit, limit)
-    waited, batches, fewest = 0.0, 0, max(FEWEST_TIMED, 2 * settings.workers)
+    waited, batches, min_batches = 0.0, 0, max(MIN_TIMED_BATCHES, 2 * settings.workers)
     trial_start = time.perf_counter()
 
     def check_limit() -> None:
@@ -146,7 +146,7 @@ def time_loader(
             step(next(iterator))
             check_limit()
         begin = end = time.perf_counter()
-        while batches < fewest or (end - begin < seconds and batches < MOST_TIMED):
+        while batches < min_batches or (end - begin < seconds and batches < MAX_TIMED_BATCHES):
             start = end
             batch = next(iterator)
             waited += time.perf_counter() - start

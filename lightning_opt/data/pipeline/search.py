@@ -1,4 +1,4 @@
-"""Which settings to try, in which order, and when to stop, given measured times."""
+"""Searches for the fastest loader settings with few measurements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_opt.data.pipeline.loaders import LoaderSettings
 TRIVIAL_SECONDS = 2e-4
 """Seconds per batch below which workers cannot pay: about the time to receive a batch."""
 
-ENOUGH = 0.03
+MAX_WAIT = 0.03
 """Share of time spent waiting at which the loader is not the bottleneck."""
 
-BETTER = 0.03
-"""Gain from which another setting is better; less is noise."""
+MIN_GAIN = 0.03
+"""Minimum gain of a better setting; less is noise."""
 
-WORTH = 0.05
-"""Gain over no workers from which workers are started at all."""
+MIN_WORKER_GAIN = 0.05
+"""Minimum gain of workers over no workers."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,24 @@ class Search:
         """
         self.reason = "no other setting was better"
         total = fetch + step
-        alone = Measured(LoaderSettings(pin=self.pins[0]), total, fetch / total if total else 0.0)
+        without_workers = Measured(
+            LoaderSettings(pin=self.pins[0]), total, fetch / total if total else 0.0
+        )
         if not self.min_workers:
-            self.tried.append(alone)
+            self.tried.append(without_workers)
             if fetch < TRIVIAL_SECONDS:
                 self.reason = "receiving a batch from a worker takes longer than fetching it"
-                return alone.settings
-            if alone.wait <= ENOUGH:
+                return without_workers.settings
+            if without_workers.wait <= MAX_WAIT:
                 self.reason = "the loader is not the bottleneck"
-                return alone.settings
+                return without_workers.settings
         if self.max_workers >= 1:
             self._try_numbers_of_workers(
                 math.ceil(1.1 * fetch / step) if step else self.max_workers
             )
             self._try_prefetch()
             self._try_pins()
-        limit = math.inf if self.min_workers else (1 - WORTH) * alone.seconds
+        limit = math.inf if self.min_workers else (1 - MIN_WORKER_GAIN) * without_workers.seconds
         if self._best is not None and self._best.seconds > limit:
             self._try(self._best.settings)  # the machine may have been slow for that half second
         if self._best is not None and self._best.seconds <= limit:
@@ -96,16 +98,16 @@ class Search:
             return self._with_workers(self.min_workers)
         if self._best is not None:
             self.reason = "workers gained too little"
-        return alone.settings
+        return without_workers.settings
 
     def _try_numbers_of_workers(self, guess: int) -> None:
-        """Start with ``guess`` workers, double while it helps, then halve while it is free."""
+        """Start with ``guess`` workers, double while it helps, then halve unless it costs time."""
         start = workers = max(1, self.min_workers, min(self.max_workers, guess))
         best = self._try(self._with_workers(workers))
         while best and workers < self.max_workers and not self._is_enough():
             workers = min(self.max_workers, 2 * workers)
             more = self._try(self._with_workers(workers))
-            if more is None or more.seconds > (1 - BETTER) * best.seconds:
+            if more is None or more.seconds > (1 - MIN_GAIN) * best.seconds:
                 break
             best = more
         if best is None or best.settings.workers > start:
@@ -114,7 +116,7 @@ class Search:
         while workers > max(1, self.min_workers):
             workers = max(workers // 2, self.min_workers, 1)
             fewer = self._try(self._with_workers(workers))
-            if fewer is None or fewer.seconds > (1 + BETTER) * fastest:
+            if fewer is None or fewer.seconds > (1 + MIN_GAIN) * fastest:
                 break
             self._best = fewer  # as fast, with fewer processes
 
@@ -138,12 +140,12 @@ class Search:
             self.reason = "the time was up"
             return None
         self.tried.append(measured)
-        if self._best is None or measured.seconds < (1 - BETTER) * self._best.seconds:
+        if self._best is None or measured.seconds < (1 - MIN_GAIN) * self._best.seconds:
             self._best = measured
         return measured
 
     def _is_enough(self) -> bool:
-        if self._best is None or self._best.wait > ENOUGH:
+        if self._best is None or self._best.wait > MAX_WAIT:
             return False
         self.reason = "the loader is not the bottleneck"
         return True

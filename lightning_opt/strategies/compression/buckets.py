@@ -36,8 +36,8 @@ class Bucket(Residual):
         exchange: Exchanges the bucket; None until it is first compressed.
         compressor: The compressor of ``exchange``.
         may_be_nonzero: Whether ``committed`` may hold anything.
-        skipped: Whether the latest step was applied to no parameter, if only the device knows that:
-            0-dimensional.
+        skipped: Whether the latest step was applied to no parameter, if the result is on a
+            device: 0-dimensional.
     """
 
     def __init__(self, committed: Tensor, parts: Mapping[str, slice]) -> None:
@@ -49,7 +49,7 @@ class Bucket(Residual):
         self.skipped = self._not_skipped = torch.zeros(
             (), dtype=torch.bool, device=committed.device
         )
-        # Parameters to which the step is not applied; a tensor if only the device knows.
+        # Parameters to which the step is not applied; a tensor if the condition is on a device.
         self._skipped_parts: dict[str, Tensor | None] = {}
         self._sent_all = False
 
@@ -76,14 +76,14 @@ class Bucket(Residual):
 
         Args:
             names: The parameters; those of other buckets are ignored.
-            condition: Positive if the update was not applied, 0-dimensional; None if that is known.
+            condition: Positive if the update was not applied, 0-dimensional; None for always.
         """
         names = [name for name in names if name in self.parts]
         if condition is not None:
             condition = condition > 0
             if self._sent_all or reads_are_free(condition.device):
                 # Waits for a device only once, after the first uncompressed step: the host must
-                # know that nothing is left.
+                # check whether any residual is left.
                 if not condition:
                     return
                 condition = None
@@ -91,13 +91,13 @@ class Bucket(Residual):
                 self.skipped = self.skipped | condition
                 return
         for name in names:
-            known = self._skipped_parts.get(name, condition)
-            both = None if condition is None or known is None else known | condition
-            self._skipped_parts[name] = both
+            earlier = self._skipped_parts.get(name, condition)
+            either = None if condition is None or earlier is None else earlier | condition
+            self._skipped_parts[name] = either
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the host knows that the step was applied to no parameter."""
+        """Whether the step was applied to no parameter; False if the result is on a device."""
         known = [condition is None for condition in self._skipped_parts.values()]
         return sum(known) == len(self.parts)
 
@@ -167,8 +167,8 @@ class Buckets:
     def averaged(self) -> dict[str, Tensor]:
         """Return the mean residual over ranks by parameter, on the CPU. All ranks must call it.
 
-        The mean can be restored at any number of ranks, and the sum over ranks, which the model has
-        still to receive, stays the same.
+        The mean can be restored at any number of ranks, and the sum over ranks, which is
+        still to be sent, stays the same.
         """
         residuals = dict(self._unassigned)
         for bucket in self.present.values():
@@ -188,9 +188,9 @@ class Buckets:
 def clip_locally(gradient: Tensor, bound: Scalar, algorithm: str, world: int) -> None:
     """Clip one rank's gradient before compression, in place; a non-finite one stays so.
 
-    Without it, an outlier would leak out of the residual for many steps. Nothing is read from a
-    device. If the gradients of ``world`` ranks are independent and each has a norm of at most
-    ``bound / sqrt(world)``, the norm of their sum is about ``bound`` at most.
+    Without clipping, an outlier would leak out of the residual for many steps. Nothing is read
+    from a device. If the gradients of ``world`` ranks are independent and each has a norm of at
+    most ``bound / sqrt(world)``, the norm of their sum is about ``bound`` at most.
 
     Args:
         gradient: A bucket, flat.

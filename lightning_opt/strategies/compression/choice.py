@@ -1,4 +1,4 @@
-"""How each step is sent: the ramp of Top-K, and the choice of ``ddp_compressed`` by trial."""
+"""Chooses each step's scheme: the ramp of Top-K, and the trials of ``ddp_compressed``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
 Scheme = Compressor | torch.dtype | None
 """How buckets are sent: compressed, cast to a narrower dtype, or uncompressed (None)."""
 
-SETTLING = 2
+UNTIMED_STEPS = 2
 """First steps of each trial, which are not timed: they create buffers."""
 
-TIMED = 6
+TIMED_STEPS = 6
 """Timed steps of each trial."""
 
-MARGIN = 0.1
+MIN_SAVING = 0.1
 """A harsher scheme must save this share of a step, or the gentler one is chosen."""
 
-LATE_MARGIN = 0.25
-"""The same for a scheme that sends most elements late, which costs about one step in ten."""
+MIN_SAVING_LATE = 0.25
+"""Minimum saving of a scheme that sends most elements late: lateness costs a tenth of the steps."""
 
 RAMP_FACTOR = 4
 """Each stage of a ramp sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
@@ -36,8 +36,8 @@ RAMP_FACTOR = 4
 RAMP_SHARE = 1 / 2
 """Share of the run that a ramp takes by default."""
 
-LONGEST_RAMP = 30
-"""Longest default ramp, in steps after which each element could be sent: 3,000 steps for 1%."""
+MAX_RAMP = 30
+"""Longest default ramp, in steps in which each element could be sent once: 3,000 steps for 1%."""
 
 RAMP_OF_UNKNOWN_RUN = 10
 """Default ramp of a run of unknown length, in the same unit: 1,000 steps for 1%."""
@@ -92,7 +92,7 @@ def default_ramp_steps(compressor: Compressor, planned: float = math.inf) -> int
     round_trip = 1.0 / compressor.ratio  # steps after which every element could be sent once
     if not 0 <= planned < math.inf:
         return round(RAMP_OF_UNKNOWN_RUN * round_trip)
-    return round(min(RAMP_SHARE * planned, LONGEST_RAMP * round_trip))
+    return round(min(RAMP_SHARE * planned, MAX_RAMP * round_trip))
 
 
 class AutoChoice:
@@ -102,9 +102,9 @@ class AutoChoice:
 
     Args:
         schemes: The schemes, the gentlest for the gradients first: None, for uncompressed.
-        first_trial: Backward pass (the first is 0) of the first trial. The ``TIMED`` uncompressed
-            steps before it are timed as well.
-        ramp: Replaces its last compressor at first, if that is chosen.
+        first_trial: Backward pass (the first is 0) of the first trial. The ``TIMED_STEPS``
+            uncompressed steps before it are timed as well.
+        ramp: Precedes its last compressor, if that compressor is chosen.
 
     Attributes:
         schemes: See above.
@@ -128,8 +128,8 @@ class AutoChoice:
         names = [name_of(scheme) for scheme in self.schemes]
         self.choice = names.index(name) if name in names else None
         self.ramped = ramped
-        self._pass = -1
-        self._began = 0.0
+        self._backward_pass = -1
+        self._step_start = 0.0
         self._times: list[list[float]] = []  # of the current and earlier trials
         self._medians: list[float] = []
         if self.choice is not None:
@@ -146,44 +146,44 @@ class AutoChoice:
             device: The gradients' device. Until the choice, each timed step waits for it.
         """
         if self.choice is None:
-            return self._next_of_trials(device)
+            return self._next_trial_scheme(device)
         scheme = self.schemes[self.choice]
         if scheme is self._ramp.final:
             scheme = self._ramp.at(self.ramped)
             self.ramped += 1
         return scheme
 
-    def _next_of_trials(self, device: torch.device) -> Scheme:
+    def _next_trial_scheme(self, device: torch.device) -> Scheme:
         """Time the previous step, and return the scheme of this one."""
-        trial, step = self._place(self._pass)
-        if step >= SETTLING - 1:
+        trial, step = self._trial_and_step(self._backward_pass)
+        if step >= UNTIMED_STEPS - 1:
             wait_for(device)
         now = time.perf_counter()
-        if step >= SETTLING:
+        if step >= UNTIMED_STEPS:
             while len(self._times) <= trial:
                 self._times.append([])
-            self._times[trial].append(now - self._began)
-        self._pass += 1
-        self._began = now
-        trial, _ = self._place(self._pass)
+            self._times[trial].append(now - self._step_start)
+        self._backward_pass += 1
+        self._step_start = now
+        trial, _ = self._trial_and_step(self._backward_pass)
         if trial < len(self.schemes):
             return self.schemes[trial]
         self._choose(device)
         return self.begin_step(device)
 
-    def _place(self, number: int) -> tuple[int, int]:
+    def _trial_and_step(self, number: int) -> tuple[int, int]:
         """Return the trial of a backward pass, and its step within the trial.
 
         Trial 0 is uncompressed and ends at ``first_trial``; its earlier steps are not timed.
         """
-        length = SETTLING + TIMED
+        length = UNTIMED_STEPS + TIMED_STEPS
         trial, step = divmod(number - self._first_trial + length, length)
         return max(trial, 0), (step if trial >= 0 else 0)
 
     def _choose(self, device: torch.device) -> None:
         self._medians = largest_over_ranks([median(times) for times in self._times], device)
         margins = [
-            LATE_MARGIN if isinstance(scheme, Compressor) and scheme.late else MARGIN
+            MIN_SAVING_LATE if isinstance(scheme, Compressor) and scheme.late else MIN_SAVING
             for scheme in self.schemes
         ]
         self.choice = gentlest_that_pays(self._medians, margins)
@@ -222,8 +222,8 @@ def gentlest_that_pays(seconds: Sequence[float], margins: Sequence[float]) -> in
     later = list(zip(seconds, margins, strict=True))
     return next(
         index
-        for index, own in enumerate(seconds)
-        if all(own * (1.0 - margin) <= other for other, margin in later[index + 1 :])
+        for index, time_of_scheme in enumerate(seconds)
+        if all(time_of_scheme * (1.0 - margin) <= other for other, margin in later[index + 1 :])
     )
 
 

@@ -19,7 +19,7 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.strategies.compression.buckets import clip_locally
 from lightning_opt.strategies.compression.choice import (
-    TIMED,
+    TIMED_STEPS,
     AutoChoice,
     Ramp,
     Scheme,
@@ -136,7 +136,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         )
         unknown = default_ramp_steps(self.compressor)
         self._ramp = Ramp(self.compressor, unknown if ramp_steps is None else ramp_steps)
-        self._first_trial = max(warmup_steps, layout_steps + TIMED)
+        self._first_trial = max(warmup_steps, layout_steps + TIMED_STEPS)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
         self._updated = False
@@ -214,7 +214,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         if is_overridden("configure_gradient_clipping", self.lightning_module):
             clipping.append(f"{type(self.lightning_module).__name__}.configure_gradient_clipping")
         if self._auto is not None and (adaptive or clipping):
-            self._auto.schemes.pop()  # neither works with late gradients
+            self._auto.schemes.pop()  # late gradients suit neither Adam nor clipping
         if self._reduction is not None and not self.chooses and self.compressor.late and clipping:
             raise ValueError(
                 f"{clipping[0]} clips reduced gradients, but {self.compressor} keeps the rest of "
@@ -250,9 +250,10 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         """Record whether the optimizer that has just stepped applied any gradient."""
         parameters = parameters_of(optimizer)
         self._updated = any(parameter.grad is not None for parameter in parameters)
-        found = getattr(optimizer, "found_inf", None)  # fused optimizers skip the update by it
-        if found is not None and self._reduction is not None:
-            self._reduction.skip(parameters, found)
+        # Fused optimizers skip the update if it is positive.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and self._reduction is not None:
+            self._reduction.skip(parameters, found_inf)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Take the step, record whether it was applied, and log if a report is due."""

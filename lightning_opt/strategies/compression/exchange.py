@@ -35,14 +35,14 @@ from lightning_opt.strategies.packing import (
 # The name from torch 2.13 on, which warns about the older one.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-PIECE = 2_097_152
+PIECE_SIZE = 2_097_152
 """Elements per message on a CPU: while one piece is in flight, the next is encoded."""
 
-LEAST_PIECE = 262_144
+MIN_PIECE_SIZE = 262_144
 """Minimum elements of a shard's piece, because more ranks mean smaller messages."""
 
-LEAST_RATE = 2
-"""PowerSGD sends matrices uncompressed that would not become this many times smaller."""
+MIN_COMPRESSION_RATE = 2
+"""PowerSGD sends a matrix uncompressed unless it becomes more than this many times smaller."""
 
 
 def all_reduce_mean(gradient: Tensor, dtype: torch.dtype | None = None) -> Future[Tensor]:
@@ -155,11 +155,11 @@ class GatherExchange(Exchange):
         super().__init__(residual)
         numel, device = residual.committed.numel(), residual.committed.device
         self._pieces: list[tuple[slice, Codec, Tensor]] = []
-        for where in split(numel, piece_size(compressor, numel, device)):
-            codec = compressor.codec(where.stop - where.start, device)
+        for part in split(numel, piece_size(compressor, numel, device)):
+            codec = compressor.codec(part.stop - part.start, device)
             codec.bound = bound
             gathered = codec.message.new_empty(self._world * codec.nbytes)
-            self._pieces.append((where, codec, gathered))
+            self._pieces.append((part, codec, gathered))
             self._codecs.append(codec)
         self.sent_bytes = (self._world - 1) * sum(codec.nbytes for codec in self._codecs)
 
@@ -168,10 +168,10 @@ class GatherExchange(Exchange):
         bad = is_finite(self.residual.pending).logical_not()
         self.non_finite.zero_()
         futures: list[Future[Tensor]] = []
-        for where, codec, gathered in self._pieces:
-            encode(codec, self.residual.pending[where], bad)
+        for part, codec, gathered in self._pieces:
+            encode(codec, self.residual.pending[part], bad)
             work = all_gather(gathered, codec.message, async_op=True)
-            finish = partial(self._finish, codec, gathered, gradient[where], scale)
+            finish = partial(self._finish, codec, gathered, gradient[part], scale)
             futures.append(work.get_future().then(finish))
         if len(futures) == 1:
             return futures[0]
@@ -205,8 +205,8 @@ class GatherExchange(Exchange):
 class LowRankExchange(Exchange):
     """Sends two factors of each matrix of a bucket, and vectors whole, with torch's PowerSGD hook.
 
-    torch's own error feedback is off: it keeps NaN for ever, contains the loss scale of its step,
-    and is in no checkpoint. On gloo there must be one bucket for the whole model: torch's hook
+    torch's own error feedback is off: its residual keeps NaN for ever, includes the loss scale, and
+    is in no checkpoint. On gloo there must be one bucket for the whole model: torch's hook
     launches collectives from within collectives, which deadlocks with two.
 
     Args:
@@ -229,7 +229,7 @@ class LowRankExchange(Exchange):
             rows = shape[0] if shape else 1
             columns = shape.numel() // max(rows, 1)
             factors = (rows + columns) * min(rows, columns, rank)
-            sent += factors if factors * LEAST_RATE < shape.numel() else shape.numel()
+            sent += factors if factors * MIN_COMPRESSION_RATE < shape.numel() else shape.numel()
         self.sent_bytes = dense_bytes(sent, residual.committed.element_size(), self._world)
 
     def _initial_state(self) -> powerSGD_hook.PowerSGDState:
@@ -237,7 +237,7 @@ class LowRankExchange(Exchange):
         state = powerSGD_hook.PowerSGDState(
             None,
             matrix_approximation_rank=self._rank,
-            min_compression_rate=LEAST_RATE,
+            min_compression_rate=MIN_COMPRESSION_RATE,
             start_powerSGD_iter=2,
             use_error_feedback=False,
         )
@@ -294,5 +294,5 @@ def piece_size(compressor: Compressor, numel: int, device: torch.device, shards:
     """Return the number of elements of each shard that travel together."""
     if not isinstance(compressor, Quantize) or not reads_are_free(device):
         return numel
-    size = max(PIECE // shards, LEAST_PIECE)
+    size = max(PIECE_SIZE // shards, MIN_PIECE_SIZE)
     return max(size // compressor.block, 1) * compressor.block

@@ -1,6 +1,6 @@
 """The communication hook of compressed DDP: exchanges each bucket of each step.
 
-The way of one bucket: the hook adds the bucket's gradient to its residual, an exchange encodes the
+For each bucket, the hook adds the bucket's gradient to its residual, an exchange encodes the
 sum, sends it and decodes the mean, and the rest stays in the residual.
 """
 
@@ -78,11 +78,11 @@ class Traffic:
         span[0].record()
         self.spans.append(span)
 
-        def arrived(future: Future[Tensor]) -> Tensor:
+        def record_arrival(future: Future[Tensor]) -> Tensor:
             span[1].record()  # on a stream that waits for the future's value
             return future.value()
 
-        return arrived
+        return record_arrival
 
     def seconds(self) -> float:
         """Return how long any bucket of the latest step was in flight. Waits for the device."""
@@ -223,7 +223,7 @@ class CompressedReduction:
 
         Args:
             parameters: All parameters of an optimizer.
-            condition: Positive if the step was not applied; None if that is known.
+            condition: Positive if the step was not applied; None for always.
         """
         names = [self._names[one] for one in parameters if one in self._names]
         for state in self._launched:

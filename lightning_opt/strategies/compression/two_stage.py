@@ -1,7 +1,7 @@
 """Averages one bucket in two stages: exchange compressed shards, then gather the compressed means.
 
-An all-gather of whole messages grows with the number of ranks. Here each rank adds up one shard of
-the bucket for all, so that a rank sends less than twice the message at any number of ranks.
+An all-gather of whole messages grows with the number of ranks. Here each rank sums one shard of
+the bucket for all ranks, so that a rank sends less than twice the message at any number of ranks.
 
 References:
     Li, Gong, Wang and Hoefler (2022), *Near-Optimal Sparse Allreduce for Distributed Deep
@@ -33,11 +33,11 @@ from lightning_opt.strategies.compression.exchange import (
 from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
 from lightning_opt.strategies.packing import any_flag, is_finite, split
 
-SPARSE_FROM = 32
+MIN_SPARSE_RANKS = 32
 """Number of ranks from which Top-K uses two stages. It then selects elements twice, but sends the
 same number of bytes at any number of ranks."""
 
-SPARSE_SHARD = 1024
+MIN_SPARSE_SHARD = 1024
 """Minimum elements per shard for which Top-K uses two stages."""
 
 
@@ -46,7 +46,9 @@ def uses_two_stages(scheme: object, numel: float = math.inf) -> bool:
     world = dist.get_world_size()
     if isinstance(scheme, Quantize):
         return world > 2
-    return isinstance(scheme, TopK) and world >= SPARSE_FROM and numel >= SPARSE_SHARD * world
+    return (
+        isinstance(scheme, TopK) and world >= MIN_SPARSE_RANKS and numel >= MIN_SPARSE_SHARD * world
+    )
 
 
 def shard_compressor(compressor: Compressor, numel: int) -> tuple[Compressor, int]:
@@ -68,7 +70,7 @@ class Piece:
         like: A tensor with the residual's dtype and device.
 
     Attributes:
-        own: The slice of this rank's shard.
+        own_slice: The slice of this rank's shard.
         codecs: The codecs of the messages to the ranks.
         mean_residual: The residual of the mean of this rank's slice.
     """
@@ -76,25 +78,25 @@ class Piece:
     def __init__(
         self, compressor: Compressor, slices: list[slice], group: dist.ProcessGroup, like: Tensor
     ) -> None:
-        self.own = slices[dist.get_rank(group)]
+        self.own_slice = slices[dist.get_rank(group)]
         self._slices = slices
         self._group = group
-        self.codecs = [compressor.codec(where.stop - where.start, like.device) for where in slices]
+        self.codecs = [compressor.codec(part.stop - part.start, like.device) for part in slices]
         row = self.codecs[0].nbytes  # the last shards may need less
         self._sent = self.codecs[0].message.new_zeros(len(slices), row)
         for codec, message in zip(self.codecs, self._sent, strict=True):
             codec.message = message
         self._received = torch.empty_like(self._sent)
-        self._mean_codec = compressor.codec(self.own.stop - self.own.start, like.device)
+        self._mean_codec = compressor.codec(self.own_slice.stop - self.own_slice.start, like.device)
         self._mean_codec.message = self._sent.new_zeros(row)
-        self.mean_residual = Residual(like.new_zeros(self.own.stop - self.own.start))
+        self.mean_residual = Residual(like.new_zeros(self.own_slice.stop - self.own_slice.start))
         self._gathered = torch.empty_like(self._sent)
         self.sent_bytes = 2 * (len(slices) - 1) * row
 
     def scatter(self, pending: Tensor, bad: Tensor) -> Any:
         """Encode this rank's messages, and launch the first stage."""
-        for codec, where in zip(self.codecs, self._slices, strict=True):
-            encode(codec, pending[where], bad)
+        for codec, part in zip(self.codecs, self._slices, strict=True):
+            encode(codec, pending[part], bad)
         self._scattering = dist.all_to_all_single(
             self._received, self._sent, group=self._group, async_op=True
         )
@@ -119,8 +121,8 @@ class Piece:
     def decode(self, gradient: Tensor, scale: Scalar, non_finite: Tensor) -> None:
         """Wait for the second stage, and overwrite the gradient with ``scale`` times the means."""
         self._gathering.wait()
-        for codec, where, row in zip(self.codecs, self._slices, self._gathered, strict=True):
-            codec.decompress_add(row, clear(gradient[where], non_finite), scale)
+        for codec, part, row in zip(self.codecs, self._slices, self._gathered, strict=True):
+            codec.decompress_add(row, clear(gradient[part], non_finite), scale)
 
 
 class TwoStageExchange(Exchange):
@@ -155,9 +157,9 @@ class TwoStageExchange(Exchange):
         size = -(-numel // (self._world * block)) * block
         step = piece_size(compressor, size, residual.committed.device, self._world)
         self._pieces = []
-        for within in split(size, step):
+        for part in split(size, step):
             slices = [
-                slice(min(start + within.start, numel), min(start + within.stop, numel))
+                slice(min(start + part.start, numel), min(start + part.stop, numel))
                 for start in range(0, self._world * max(size, 1), max(size, 1))
             ]
             self._pieces.append(Piece(compressor, slices, group, residual.committed))
@@ -219,5 +221,5 @@ class TwoStageExchange(Exchange):
         """Add the residuals of the means to this rank's residual."""
         for piece in self._pieces:
             mean = piece.mean_residual.committed
-            self.residual.committed[piece.own].add_(mean, alpha=self._world)
+            self.residual.committed[piece.own_slice].add_(mean, alpha=self._world)
             mean.zero_()

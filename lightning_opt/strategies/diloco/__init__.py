@@ -1,1 +1,1 @@
-"""DiLoCo: replicas that train by themselves, and now and then apply what all of them have moved."""
+"""DiLoCo: replicas train on their own, and average their weight changes at intervals."""

@@ -15,7 +15,7 @@ from lightning_opt.core.modules.sharding import largest_over_ranks
 
 
 def broadcast_all(tensors: Iterable[Tensor]) -> None:
-    """Overwrite the tensors of every process by those of the first one."""
+    """Overwrite the tensors of every process with the tensors of the first one."""
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)
         dist.broadcast(flat.view(torch.uint8), 0)
@@ -31,13 +31,13 @@ def checksums(tensors: Iterable[Tensor]) -> list[float]:
 def average_changed(tensors: Sequence[Tensor], before: Sequence[float]) -> None:
     """Average the tensors that have changed on any process since their ``checksums``.
 
-    Each element is averaged over the processes where it is finite; if there are none, it stays. The
-    mean is computed in float64, where the mean of equal numbers is exact.
+    Each element is averaged over the processes where it is finite; without any, it stays unchanged.
+    The mean is computed in float64, where the mean of equal numbers is exact.
     """
     if not tensors:
         return
     pairs = zip(checksums(tensors), before, strict=True)
-    changed = [now != then and not (math.isnan(now) and math.isnan(then)) for now, then in pairs]
+    changed = [new != old and not (math.isnan(new) and math.isnan(old)) for new, old in pairs]
     flags = largest_over_ranks(map(float, changed), tensors[0].device)
     for tensor in [t.detach() for t, flag in zip(tensors, flags, strict=True) if flag]:
         wide = tensor.double()
@@ -59,12 +59,12 @@ def average_states(optimizer: Optimizer) -> None:
         if isinstance(value, Tensor) and value.is_floating_point()
     }
     world = dist.get_world_size()
-    kinds: list[Any] = [None] * world
-    dist.all_gather_object(kinds, list(states))
-    for kind, tensor in states.items():
-        if all(kind in own for own in kinds):
+    keys_by_rank: list[Any] = [None] * world
+    dist.all_gather_object(keys_by_rank, list(states))
+    for key, tensor in states.items():
+        if all(key in keys for keys in keys_by_rank):
             # A step counter may be on the host, but NCCL sends from the parameter's device.
-            mean = tensor.to(parameters[kind[0]].device).contiguous() / world
+            mean = tensor.to(parameters[key[0]].device).contiguous() / world
             dist.all_reduce(mean)
             tensor.copy_(mean)
 

@@ -167,7 +167,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             raise ValueError(
                 f"DiLoCo needs as many batches on every process, got from {-fewest:g} to {most:g}. "
                 "Use a DistributedSampler, or Trainer(limit_train_batches=...) with a number that "
-                "all have."
+                "every process reaches."
             )
 
     def on_train_end(self) -> None:
@@ -189,12 +189,12 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     def synchronize(self, *_: Any) -> None:
         """Set all replicas to the mean of their weights and buffers. All processes must call it."""
-        # An interrupted process may be the only one that comes here.
+        # An interrupted process may be the only one that calls this.
         if self._replica is not None and not self._module.trainer.interrupted:
             self._replica.synchronize()
 
     def reset_residuals(self) -> None:
-        """Set this replica to the shared weights, because its own have been restored."""
+        """Set this replica to the shared weights, after its weights were restored."""
         if self._replica is not None:
             self._replica.reset()
 
@@ -211,7 +211,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         return super().optimizer_state(optimizer)
 
     def state_to_save(self) -> dict[str, Any] | None:
-        """Return the outer momentum and the number of the step."""
+        """Return the outer momentum and the step number."""
         return None if self._replica is None else self._replica.state_dict()
 
     def teardown(self) -> None:

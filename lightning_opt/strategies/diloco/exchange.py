@@ -17,7 +17,7 @@ from torch.nn import functional
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
 
-PIECE = 2**18
+MESSAGE_BYTES = 2**18
 """Bytes per message: gloo sends a large message first in one direction and then in the other."""
 
 CODECS = {"int8": Quantize(bits=8), "int4": Quantize(bits=4), "float32": None}
@@ -55,9 +55,9 @@ def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGro
     leaders = dist.new_group(firsts, timeout=timeout)
     inside, _ = dist.new_subgroups(processes, timeout=timeout)
     exchanging, _ = dist.new_subgroups(processes, timeout=timeout)
-    index, place = divmod(dist.get_rank(), processes)
-    among = exchanging if processes > 1 else None
-    return Replicas(len(firsts), index, leaders, place == 0, among), inside
+    index, local_rank = divmod(dist.get_rank(), processes)
+    exchange_group = exchanging if processes > 1 else None
+    return Replicas(len(firsts), index, leaders, local_rank == 0, exchange_group), inside
 
 
 Outcome: TypeAlias = tuple[Tensor | None, bool, int]
@@ -150,7 +150,7 @@ def _average_compressed(
 def _all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send row ``i`` to process ``i``, and return the rows that the processes sent to this one."""
     count, row = rows.shape
-    pieces = max(1, row // PIECE) if rows.device.type == "cpu" else 1
+    pieces = max(1, row // MESSAGE_BYTES) if rows.device.type == "cpu" else 1
     size = -(-row // (8 * pieces)) * 8  # aligned, as scales within a message must be
     padded = functional.pad(rows, (0, pieces * size - row))
     sent = padded.view(count, pieces, size).transpose(0, 1).contiguous()

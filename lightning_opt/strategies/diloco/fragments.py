@@ -79,7 +79,7 @@ class Fragment:
             parameter.add_(part.to(parameter.dtype))
 
     def reset(self) -> None:
-        """Overwrite this replica's weights by the shared weights."""
+        """Overwrite this replica's weights with the shared weights."""
         self.pseudo_gradient = None
         for parameter, part in self.parts(self.outer):
             parameter.copy_(part)

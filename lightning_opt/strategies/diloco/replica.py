@@ -69,7 +69,7 @@ class Replica:
         trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()
-            # Manual optimization may have frozen some for a moment.
+            # Manual optimization may freeze parameters temporarily.
             if parameter.requires_grad or name in momentum
         }
         in_fragments = set(trained.values())
@@ -162,7 +162,7 @@ class Replica:
                 self._merge(number, plain=True)
                 fragment.set_outer()  # half-precision weights are rounded
             self._sums[self._others :] = checksums(self._tensors[self._others :])
-        # Weights too, if callbacks have replaced them since, by an average over steps, say.
+        # Includes weights that callbacks have replaced since, such as an average over steps.
         average_changed(self._tensors, self._sums)
         self._sums = checksums(self._tensors)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_opt.data.cache.store import EMPTY, PAGE, Store
+from lightning_opt.data.cache.store import EMPTY_PAGES, PAGE_BYTES, Store
 
 fork = multiprocessing.get_context("fork")
 
@@ -53,7 +53,7 @@ def test_killed_writers_leave_no_corrupt_item(tmp_path, rounds):
         store = Store(file, max_bytes)
         found = {str(i): store.get(str(i)) for i in range(40)}
         assert all(data in (None, content(name)) for name, data in found.items())
-        assert file.stat().st_size <= max_bytes + EMPTY * PAGE
+        assert file.stat().st_size <= max_bytes + EMPTY_PAGES * PAGE_BYTES
         with sqlite3.connect(file) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert in_the_middle > 0, "no writer was killed in the middle of writing"
@@ -67,16 +67,16 @@ def damage_an_item(file: Path) -> None:
 
 
 def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: 7 * PAGE])
+    file.write_bytes(file.read_bytes()[: 7 * PAGE_BYTES])
 
 
 def overwrite(file: Path) -> None:
-    file.write_bytes(random.Random(0).randbytes(20 * PAGE))
+    file.write_bytes(random.Random(0).randbytes(20 * PAGE_BYTES))
 
 
 def tear_the_index(file: Path) -> None:
     whole = bytearray(file.read_bytes())
-    whole[PAGE : 3 * PAGE] = bytes([255]) * 2 * PAGE
+    whole[PAGE_BYTES : 3 * PAGE_BYTES] = bytes([255]) * 2 * PAGE_BYTES
     file.write_bytes(whole)
 
 
@@ -109,30 +109,30 @@ def test_several_writers_stay_within_one_limit(tmp_path):
     while any(writer.is_alive() for writer in writers):
         most = max(most, file.stat().st_size if file.exists() else 0)
     assert all(writer.exitcode == 0 for writer in writers)
-    assert most <= max_bytes + EMPTY * PAGE
+    assert most <= max_bytes + EMPTY_PAGES * PAGE_BYTES
     assert 10 * 12_288 < store.statistics()["bytes"] <= max_bytes
     assert 10 < store.statistics()["items"] <= max_bytes // 9000
 
 
 def test_lru_evicts_the_least_recently_used_and_keep_evicts_nothing(tmp_path):
     for policy, expected in (("lru", "013"), ("keep", "012")):
-        store = Store(tmp_path / policy, 17 * PAGE, policy)
+        store = Store(tmp_path / policy, 17 * PAGE_BYTES, policy)
         for name in "012":
-            store.put(name, bytes(5 * PAGE))
+            store.put(name, bytes(5 * PAGE_BYTES))
         assert store.get("0")
         assert store.get("1")
-        store.put("3", bytes(5 * PAGE))
+        store.put("3", bytes(5 * PAGE_BYTES))
         assert "".join(name for name in "0123" if store.get(name)) == expected
 
 
 def test_keep_evicts_only_other_versions(tmp_path):
-    file, room = tmp_path / "a.sqlite", 8 * 6 * PAGE
+    file, room = tmp_path / "a.sqlite", 8 * 6 * PAGE_BYTES
     old = Store(file, room, version="old")
     for number in range(7):
-        old.put(str(number), bytes(5 * PAGE))
+        old.put(str(number), bytes(5 * PAGE_BYTES))
     new = Store(file, room, "keep", version="new")
     for number in range(20):
-        new.put(str(number), bytes(5 * PAGE))
+        new.put(str(number), bytes(5 * PAGE_BYTES))
     assert old.statistics()["items"] == 0
     kept = [number for number in range(20) if new.get(str(number))]
     assert kept == list(range(len(kept)))
@@ -174,15 +174,15 @@ def test_cost_of_a_miss_does_not_depend_on_the_number_of_items(tmp_path, monkeyp
 
 
 def test_full_keep_cache_tries_to_insert_a_size_only_once(tmp_path, monkeypatch):
-    store = Store(tmp_path / "a.sqlite", 8 * PAGE, "keep")
+    store = Store(tmp_path / "a.sqlite", 8 * PAGE_BYTES, "keep")
     for name in "012":
-        store.put(name, bytes(5 * PAGE))
+        store.put(name, bytes(5 * PAGE_BYTES))
     inserts = []
     monkeypatch.setattr(Store, "_insert", lambda *arguments: inserts.append(arguments))
-    assert store.put("3", bytes(5 * PAGE)) == 0
+    assert store.put("3", bytes(5 * PAGE_BYTES)) == 0
     assert not inserts
     store.clear()
-    store.put("3", bytes(5 * PAGE))
+    store.put("3", bytes(5 * PAGE_BYTES))
     assert inserts
 
 
@@ -202,8 +202,8 @@ def test_store_works_on_both_sides_of_a_fork(tmp_path):
 
 
 def test_item_above_the_limit_is_not_stored(tmp_path):
-    store = Store(tmp_path / "a.sqlite", PAGE)
-    assert store.put("a", bytes(PAGE + 1)) == 0
+    store = Store(tmp_path / "a.sqlite", PAGE_BYTES)
+    assert store.put("a", bytes(PAGE_BYTES + 1)) == 0
     assert store.get("a") is None
     assert store.statistics() == {"bytes": 0, "items": 0}
 

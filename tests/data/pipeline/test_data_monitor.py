@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import data_monitor as monitor_module
-from lightning_opt.data.pipeline.device_prefetcher import copy_beside, is_transparent
+from lightning_opt.data.pipeline.device_prefetcher import copy_on_stream, is_transparent
 from tests.data.runs import Recorded, Rows
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -116,7 +116,7 @@ def test_copy_runs_on_the_side_stream_and_only_the_next_step_waits(monkeypatch):
         torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream))
     )
     batch = {"x": torch.ones(2), "y": [torch.zeros(1), "name"]}
-    copied = copy_beside(lambda: events.append("copy") or batch, side, current, use)
+    copied = copy_on_stream(lambda: events.append("copy") or batch, side, current, use)
     assert copied is batch
     assert events == ["on side", "copy", "off side", "current waits for side"]
     assert [stream for _, stream in recorded] == [current, current]

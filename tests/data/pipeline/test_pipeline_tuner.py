@@ -35,7 +35,7 @@ from tests.helpers.trainers import quiet_trainer
 
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch):
-    monkeypatch.setattr(tuning, "MEASURE", 0.1)
+    monkeypatch.setattr(tuning, "MEASUREMENT_SECONDS", 0.1)
 
 
 # --- the same samples ---------------------------------------------------------------------------
@@ -366,9 +366,9 @@ def test_workers_persist_only_if_the_dataset_has_no_set_epoch():
 
 def test_most_workers_by_cpus_and_busy_share():
     # Items that compute, that wait for two thirds of their time, and that only wait.
-    assert [tuning.most_workers(6, 1, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
-    assert [tuning.most_workers(6, 4, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
-    assert tuning.most_workers(128, 4, 0.0) == 32  # the share of the CPUs is more than 16
+    assert [tuning.max_workers_for(6, 1, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
+    assert [tuning.max_workers_for(6, 4, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
+    assert tuning.max_workers_for(128, 4, 0.0) == 32  # the share of the CPUs is more than 16
 
 
 @pytest.mark.parametrize(

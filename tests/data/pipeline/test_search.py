@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_opt.data.pipeline.loaders import LoaderSettings
-from lightning_opt.data.pipeline.search import ENOUGH, TRIVIAL_SECONDS, Measured, Search
+from lightning_opt.data.pipeline.search import MAX_WAIT, TRIVIAL_SECONDS, Measured, Search
 
 
 class Machine:
@@ -123,6 +123,6 @@ def test_choice_is_close_to_the_best_of_a_grid(fetch, step, cores, busy, most):
     best = min(machine.seconds(settings) for settings in grid)
     # Halving and doubling may miss the best number by the rest of a bottleneck.
     assert machine.seconds(chosen) <= max(
-        1.12 * best, best + TRIVIAL_SECONDS, best / (1 - 2 * ENOUGH)
+        1.12 * best, best + TRIVIAL_SECONDS, best / (1 - 2 * MAX_WAIT)
     )
     assert len(machine.measured) <= 8

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import lightning_opt as lo
 from lightning_opt.strategies.compression import choice, exchange, two_stage
 from lightning_opt.strategies.compression.choice import (
-    SETTLING,
-    TIMED,
+    TIMED_STEPS,
+    UNTIMED_STEPS,
     AutoChoice,
     Ramp,
     default_ramp_steps,
@@ -43,10 +43,10 @@ from tests.strategies.runs import (
 SECONDS_PER_BYTE = 3e-5
 """Of the slow link: 33 KB per second, so that the 10 KB of gradients take 0.3 s."""
 
-WARM = TIMED + 2
+WARM = TIMED_STEPS + 2
 """Uncompressed steps before the first trial."""
 
-TRIALS = 3 * (SETTLING + TIMED)
+TRIALS = 3 * (UNTIMED_STEPS + TIMED_STEPS)
 """Steps of the trials of int8, int4 and Top-K."""
 
 TOPK = 3.0
@@ -174,12 +174,12 @@ def test_only_timed_steps_of_each_trial_count(monkeypatch):
     schemes = [None, Quantize(8), TopK(0.3)]
     auto = AutoChoice(schemes, first, Ramp(schemes[-1], 0))
     sent = []
-    for number in range(first + 2 * (SETTLING + TIMED) + 1):
+    for number in range(first + 2 * (UNTIMED_STEPS + TIMED_STEPS) + 1):
         sent.append(auto.begin_step(torch.device("cpu")))
-        trial, step = divmod(number - first, SETTLING + TIMED)
-        slow = number < first - TIMED or (trial >= 0 and step < SETTLING)
+        trial, step = divmod(number - first, UNTIMED_STEPS + TIMED_STEPS)
+        slow = number < first - TIMED_STEPS or (trial >= 0 and step < UNTIMED_STEPS)
         now += 9.0 if slow else {-1: 1.0, 0: 0.5, 1: 0.6}[min(max(trial, -1), 1)]
-    length = SETTLING + TIMED
+    length = UNTIMED_STEPS + TIMED_STEPS
     assert sent == [None] * first + [schemes[1]] * length + [schemes[2]] * length + [schemes[1]]
     assert [row["step ms"] for row in auto.report().rows] == pytest.approx([1000, 500, 600])
     assert auto.name == "Quantize(8)"
@@ -215,7 +215,7 @@ def _fast() -> None:
         assert [row["chosen"] for row in report.rows] == [True] + [False] * 3
         assert report.notes[0].endswith("Chosen: uncompressed.")
         strategy = KeptResiduals("auto", warmup_steps=2, bucket_cap_mb=SMALL_BUCKETS)
-        fit(Ledger(), strategy, range(steps + SETTLING + TIMED))
+        fit(Ledger(), strategy, range(steps + UNTIMED_STEPS + TIMED_STEPS))
         assert [row["scheme"] for row in strategy.describe().rows] == [
             *("uncompressed", "bfloat16", "Quantize(8)", "Quantize(4)", "TopK(0.01)")
         ]
@@ -325,7 +325,10 @@ def _ramped() -> None:
         assert_balance(model, strategy, 144, residual=True)
         if dist.get_rank() == 0:
             sent = logger.series("comm/bytes")
-            last_trial, ramp = sent[WARM + TRIALS - TIMED :][:TIMED], sent[WARM + TRIALS :]
+            last_trial, ramp = (
+                sent[WARM + TRIALS - TIMED_STEPS :][:TIMED_STEPS],
+                sent[WARM + TRIALS :],
+            )
             assert set(last_trial) == set(ramp[72:])
             assert len(set(ramp[:36])) == len(set(ramp[36:72])) == 1
             assert ramp[0] > 3 * ramp[36] > 3.5 * ramp[72]

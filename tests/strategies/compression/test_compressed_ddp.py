@@ -73,8 +73,8 @@ def test_nothing_is_lost(processes):
 def _balance_in_two_stages(steps: int) -> None:
     world = dist_world()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two_stage, "SPARSE_SHARD", 100)
-        patch.setattr(two_stage, "SPARSE_FROM", 3)
+        patch.setattr(two_stage, "MIN_SPARSE_SHARD", 100)
+        patch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
         for compressor in (TopK(0.05), TopK(k=40), TopK(0.01)):
             strategy, model = (
                 compressed(compressor, ramp_steps=15, every_n_steps=steps // 2),

@@ -94,8 +94,8 @@ def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -
     exchanges, residuals = [], [Residual(torch.zeros(numel)), Residual(torch.zeros(numel))]
     for one, size in zip(residuals, (10**9, 3 * block), strict=True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exchange_module, "PIECE", size)
-            patch.setattr(exchange_module, "LEAST_PIECE", size)
+            patch.setattr(exchange_module, "PIECE_SIZE", size)
+            patch.setattr(exchange_module, "MIN_PIECE_SIZE", size)
             exchanges.append(_make(compressor, one, worker))
     shard = numel if world == 2 else -(-numel // (world * block)) * block
     pieces = max(-(-shard // (3 * block)), 1)
@@ -152,8 +152,8 @@ def test_pieces_have_the_same_bits_as_whole_buckets(processes):
 @contextlib.contextmanager
 def _small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "PIECE", 340)
-        patch.setattr(exchange_module, "LEAST_PIECE", 136)
+        patch.setattr(exchange_module, "PIECE_SIZE", 340)
+        patch.setattr(exchange_module, "MIN_PIECE_SIZE", 136)
         yield
 
 

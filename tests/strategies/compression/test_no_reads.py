@@ -82,7 +82,7 @@ def scaled(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_device_path_reads_nothing_and_equals_the_cpu_path(monkeypatch, scheme, world, settings):
-    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
+    monkeypatch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
     launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.zeros(size) for size in SIZES]
     found = []
@@ -188,7 +188,7 @@ def test_seconds_count_overlapping_buckets_once(monkeypatch):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_exchange_does_not_synchronize_on_gpu(monkeypatch, scheme, world):
-    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
+    monkeypatch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
     simulate_ranks(monkeypatch, world, torch.device("cuda", 0))
     parameters = [torch.zeros(size, device="cuda") for size in SIZES]
     hook = reduction(scheme, parameters, **scaled("cuda"))

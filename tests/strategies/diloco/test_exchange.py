@@ -97,7 +97,7 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist, "all_to_all_single", counted)
     for piece in (10**9, 1000):
-        monkeypatch.setattr(module, "PIECE", piece)
+        monkeypatch.setattr(module, "MESSAGE_BYTES", piece)
         residual = torch.zeros(5000)
         mean, _, sent = exchange(pseudo_gradient_of(among.index), residual, among, "int8")
         assert mean is not None
