@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import WarningCache
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -202,7 +204,9 @@ def test_later_hooks_see_averaged_gradients(first):
 
 
 @lightnings_own
-def test_loss_of_none_at_the_end_of_a_window_still_averages():
+def test_loss_of_none_at_the_end_of_a_window_still_averages(monkeypatch):
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # warns once per process
+
     class Skips(TextNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
