@@ -32,9 +32,12 @@ CANDIDATES: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
     candidates = [{name: settings} for name, settings in CANDIDATES.items()]
-    result = lo.autotune(MODEL, DATA, budget="4m", base=BASE, candidates=candidates, progress=False)
+    result = lo.autotune(  # the budget must not end the search on a busy machine
+        MODEL, DATA, budget="25m", base=BASE, candidates=candidates, progress=False
+    )
 
     trials = {trial.name: trial for trial in result.trials}
     verdicts = {name: trials[name].verdict for name in CANDIDATES}
