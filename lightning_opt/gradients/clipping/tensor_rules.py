@@ -27,9 +27,9 @@ from lightning_opt.gradients.gradient_callback import plain_name
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-STACKED = 2**20
-"""On a device tensors of one shape with at most this many elements are stacked, to measure their
-units in one launch. Larger tensors keep it busy by themselves, and copies would need memory."""
+MAX_STACKED_ELEMENTS = 2**20
+"""On a GPU, tensors of the same shape with at most this many elements are stacked, so that one
+kernel measures their units. Larger tensors fill the GPU, and copies would need memory."""
 
 
 class FixedValue(ClippingRule):
@@ -38,8 +38,8 @@ class FixedValue(ClippingRule):
     This changes the direction of the gradient. A gradient with a NaN or an infinity stays
     unchanged, so that a guard or a loss scaler still finds it.
 
-    ``Clip.clipped`` is the share of tensors with an element over the bound; of this rank's shards
-    if gradients are sharded.
+    ``Clip.clipped`` is the share of tensors with an element over the bound. With sharded gradients
+    it counts only this rank's shards.
 
     Args:
         max_value: The largest magnitude of an element, above 0.
@@ -53,8 +53,9 @@ class FixedValue(ClippingRule):
         tensors = [tensor for tensor in step.gradients.tensors if tensor.numel()]
         if not tensors:
             return Clip(0.0)
-        home, total = tensors[0].device, step.norms.total
-        largest = torch.stack([move(own, home) for own in torch._foreach_norm(tensors, math.inf)])
+        device, total = tensors[0].device, step.norms.total
+        norms = torch._foreach_norm(tensors, math.inf)
+        largest = torch.stack([move(norm, device) for norm in norms])
         if step.gradients.on_host:
             bound = self.max_value * float(step.grad_scale) if total < math.inf else math.inf
             over = largest > bound
@@ -62,13 +63,13 @@ class FixedValue(ClippingRule):
                 for tensor in tensors:
                     tensor.clamp_(-bound, bound)
             return Clip(over.double().mean())
-        # No limit if the gradient is not finite: 0 times its norm is NaN.
+        # 0 times a non-finite norm is NaN, which becomes an infinite limit: nothing is clamped.
         limit = torch.as_tensor(total * 0.0 + self.max_value * step.grad_scale).nan_to_num(math.inf)
-        for (device, dtype), places in by_kind(tensors).items():
-            kind, high = [tensors[place] for place in places], move(limit, device).to(dtype)
-            torch._foreach_clamp_max_(kind, [high] * len(kind))
-            torch._foreach_clamp_min_(kind, [-high] * len(kind))
-        return Clip((largest > limit).mean(dtype=wide_dtype(home)))
+        for (group_device, dtype), indices in by_kind(tensors).items():
+            group, high = [tensors[index] for index in indices], move(limit, group_device).to(dtype)
+            torch._foreach_clamp_max_(group, [high] * len(group))
+            torch._foreach_clamp_min_(group, [-high] * len(group))
+        return Clip((largest > limit).mean(dtype=wide_dtype(device)))
 
 
 class PerParameter(ClippingRule):
@@ -109,8 +110,8 @@ class PerParameter(ClippingRule):
     def init(self) -> State:
         """Return the state before any step.
 
-        ``averages`` holds one average for each of ``names``, the tensors of the last step.
-        ``absent`` holds the averages of tensors that only had a gradient earlier, by name.
+        ``names`` lists the tensors of the last step, and ``averages`` their averages. ``absent``
+        holds by name the averages of tensors that had no gradient in the last step.
         """
         return {"count": 0, "names": [], "averages": [], "absent": {}}
 
@@ -130,26 +131,26 @@ class PerParameter(ClippingRule):
         limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
         over = (norms > limit) & finite
         coefficient = (limit / norms).masked_fill_(over.logical_not(), 1.0)
-        passed = norms * coefficient
-        following = average.lerp(passed, 1.0 - self.decay)
+        clipped_norms = norms * coefficient
+        next_average = average.lerp(clipped_norms, 1.0 - self.decay)
         starting = warm | (average == math.inf)
-        updated = torch.where(starting, torch.minimum(average, passed), following)
-        state["averages"] = torch.where(finite & (passed > 0), updated, average)
+        updated = torch.where(starting, torch.minimum(average, clipped_norms), next_average)
+        state["averages"] = torch.where(finite & (clipped_norms > 0), updated, average)
         state["count"] = state["count"] + finite
 
         if not step.gradients.on_host or over.any():  # on a CPU
             pairs = zip(coefficient.unbind(), tensors, strict=True)
-            torch._foreach_mul_(tensors, [move(factor, own.device) for factor, own in pairs])
+            torch._foreach_mul_(tensors, [move(factor, tensor.device) for factor, tensor in pairs])
         return Clip(over.mean(dtype=norms.dtype), coefficient=coefficient.min())
 
     @staticmethod
     def _averages(step: GradientStep, state: State, norms: Tensor) -> Tensor:
-        """Return the averages in the order of this step's tensors; infinity for new tensors."""
+        """Return the averages, ordered as this step's tensors; infinity for new tensors."""
         names = [step.names[parameter] for parameter in step.gradients.parameters]
         averages = state["averages"]
         if isinstance(averages, Tensor) and state["names"] == names:
             return averages.to(norms.device)
-        # The first step, a resumed run, or other tensors than at the last step.
+        # First step, resumed run, or a different set of tensors than at the last step.
         averages = torch.as_tensor(averages, dtype=norms.dtype, device=norms.device)
         known = {**state["absent"], **dict(zip(state["names"], averages.unbind(), strict=True))}
         current = [known.pop(name, math.inf) for name in names]
@@ -216,7 +217,7 @@ class UnitWise(ClippingRule):
                         f"names are {names[:8]}."
                     )
         elif self.exclude == "final_linear":
-            # Only first runs: activation checkpointing runs layers again, in another order.
+            # Record only first runs: activation checkpointing reruns layers in another order.
             self._order.watch(module, nn.Linear)
             self._modules = dict(module.named_modules())
 
@@ -229,12 +230,12 @@ class UnitWise(ClippingRule):
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Scale each unit's gradient in place by its own coefficient."""
         finite = step.norms.total < math.inf
-        accumulated = torch.float32
+        accumulate_dtype = torch.float32
         if not isinstance(finite, Tensor):
             if not finite:
                 return Clip(0.0)
             if step.norms.total * step.grad_scale > 1e18:  # on a CPU, where float64 measured it
-                accumulated = torch.float64
+                accumulate_dtype = torch.float64
         excluded = self._excluded(step)
         pairs = zip(step.gradients.parameters, step.gradients.tensors, strict=True)
         chosen = [
@@ -247,28 +248,29 @@ class UnitWise(ClippingRule):
             return Clip(0.0)
         gradients, values, dims, groups = map(list, zip(*chosen, strict=True))
         weights = _whole_norms(_unit_norms(values, dims), groups)
-        owns = _whole_norms(_unit_norms(gradients, dims, accumulated), groups)
+        gradient_norms = _whole_norms(_unit_norms(gradients, dims, accumulate_dtype), groups)
 
-        home = gradients[0].device
-        own, weight = (
-            torch.cat([move(n, home).flatten() for n in norms]) for norms in (owns, weights)
+        device = gradients[0].device
+        norm, weight = (
+            torch.cat([move(n, device).flatten() for n in norms])
+            for norms in (gradient_norms, weights)
         )
-        if not own.numel():
+        if not norm.numel():
             return Clip(0.0)  # this rank holds no part of these parameters
         limit = weight.clamp_(min=self.eps) * (self.clip_factor * step.grad_scale)
-        over = own > limit
+        over = norm > limit
         if isinstance(finite, Tensor):
             over &= finite
         elif not over.any():  # on a CPU
             return Clip(0.0, coefficient=1.0)
-        coefficient = (limit / own).masked_fill_(over.logical_not(), 1.0)
-        parts = coefficient.split([norm.numel() for norm in owns])
+        coefficient = (limit / norm).masked_fill_(over.logical_not(), 1.0)
+        parts = coefficient.split([part.numel() for part in gradient_norms])
         factors = [
             move(part, gradient.device).view_as(shape)
-            for part, gradient, shape in zip(parts, gradients, owns, strict=True)
+            for part, gradient, shape in zip(parts, gradients, gradient_norms, strict=True)
         ]
         torch._foreach_mul_(gradients, factors)
-        return Clip(over.mean(dtype=wide_dtype(home)), coefficient=coefficient.min())
+        return Clip(over.mean(dtype=wide_dtype(device)), coefficient=coefficient.min())
 
     def _excluded(self, step: GradientStep) -> set[Tensor]:
         if isinstance(self.exclude, list):
@@ -311,27 +313,27 @@ def _real(parameter: Tensor) -> Tensor:
 def _unit_norms(
     tensors: Sequence[Tensor],
     dims: Sequence[tuple[int, ...]],
-    accumulated: torch.dtype = torch.float32,
+    accumulate_dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Return the L2 norms of each tensor's units, with the units' dimensions kept at size 1."""
     alike: dict[object, list[int]] = {}
-    for place, (tensor, unit) in enumerate(zip(tensors, dims, strict=True)):
-        key: object = (tensor.device, tensor.dtype, tensor.shape, unit)
-        if tensor.is_cpu or not unit or not 0 < tensor.numel() <= STACKED:
-            key = place  # measured by itself
-        alike.setdefault(key, []).append(place)
+    for index, (tensor, unit_dims) in enumerate(zip(tensors, dims, strict=True)):
+        key: object = (tensor.device, tensor.dtype, tensor.shape, unit_dims)
+        if tensor.is_cpu or not unit_dims or not 0 < tensor.numel() <= MAX_STACKED_ELEMENTS:
+            key = index  # a group of one
+        alike.setdefault(key, []).append(index)
     norms = list(tensors)
-    for places in alike.values():
-        first, unit = tensors[places[0]], dims[places[0]]
-        dtype = torch.promote_types(first.dtype, accumulated)
-        if len(places) == 1:
-            norms[places[0]] = torch.linalg.vector_norm(first, 2, unit, True, dtype=dtype)
+    for indices in alike.values():
+        first, unit_dims = tensors[indices[0]], dims[indices[0]]
+        dtype = torch.promote_types(first.dtype, accumulate_dtype)
+        if len(indices) == 1:
+            norms[indices[0]] = torch.linalg.vector_norm(first, 2, unit_dims, True, dtype=dtype)
             continue
-        stacked = torch.stack([tensors[place] for place in places])
-        inner = tuple(dim + 1 for dim in unit)
+        stacked = torch.stack([tensors[index] for index in indices])
+        inner = tuple(dim + 1 for dim in unit_dims)
         measured = torch.linalg.vector_norm(stacked, 2, inner, True, dtype=dtype)
-        for place, norm in zip(places, measured.unbind(), strict=True):
-            norms[place] = norm
+        for index, norm in zip(indices, measured.unbind(), strict=True):
+            norms[index] = norm
     return norms
 
 
@@ -341,10 +343,10 @@ def _whole_norms(norms: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tens
     for members in dict.fromkeys(groups):
         if members == UNSHARDED:
             continue
-        places = [place for place, own in enumerate(groups) if own == members]
-        squares = torch.cat([whole[place].flatten() for place in places]).square_()
-        sizes = [whole[place].numel() for place in places]
+        indices = [index for index, group in enumerate(groups) if group == members]
+        squares = torch.cat([whole[index].flatten() for index in indices]).square_()
+        sizes = [whole[index].numel() for index in indices]
         parts = reduce_over(squares, members).sqrt_().split(sizes)
-        for place, part in zip(places, parts, strict=True):
-            whole[place] = part.view_as(whole[place])
+        for index, part in zip(indices, parts, strict=True):
+            whole[index] = part.view_as(whole[index])
     return whole

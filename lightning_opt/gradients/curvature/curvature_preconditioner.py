@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 NAME = "CurvaturePreconditioner"
-TINY, LARGE = 1e-30, 1e30
+MIN_MASS, MAX_FACTOR = 1e-30, 1e30
 
 
 class DiagonalPreconditioner:
@@ -52,19 +52,19 @@ class DiagonalPreconditioner:
         self.damping = check_positive("damping", damping)
         self.clip = None if clip is None else check_positive("clip", clip)
         self._average: dict[str, Tensor] = {}
-        self._mass: dict[str, Tensor] = {}
+        self._weight_sum: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, diagonal: Mapping[str, Tensor]) -> None:
-        """Add an estimate, by parameter name. One that is not finite is ignored, on the device."""
+        """Add an estimate, by parameter name. Non-finite estimates are dropped, without a sync."""
         estimates = [part.float() for part in diagonal.values()]
         finite = torch.stack([torch.isfinite(part).all() for part in estimates]).all()
         for name, new in zip(diagonal, estimates, strict=True):
-            old, mass = self._average_of(name, new)
-            # A weight of zero would still add NaN.
+            old, mass = self._average_and_mass(name, new)
+            # Select, since a weight of zero would still add NaN.
             self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
-            self._mass[name] = mass.lerp(torch.where(finite, torch.ones_like(mass), mass),
+            self._weight_sum[name] = mass.lerp(torch.where(finite, torch.ones_like(mass), mass),
                                          1.0 - self.beta)  # fmt: skip
         self._factors = {}
 
@@ -72,7 +72,7 @@ class DiagonalPreconditioner:
     def apply(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Scalar = 1.0) -> None:
         """Precondition ``gradients``, multiplied by ``scale``, in place by parameter name.
 
-        One without an estimate is only bounded.
+        A gradient without an estimate is only bounded.
         """
         for name, gradient in zip(names, gradients, strict=True):
             largest = torch.linalg.vector_norm(gradient, torch.inf)
@@ -87,26 +87,27 @@ class DiagonalPreconditioner:
     def average(self) -> dict[str, Tensor]:
         """Return the average by name, in float32, corrected for its start at zero."""
         return {
-            name: part / self._mass[name].clamp_min(TINY) for name, part in self._average.items()
+            name: part / self._weight_sum[name].clamp_min(MIN_MASS)
+            for name, part in self._average.items()
         }
 
-    def _average_of(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _average_and_mass(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
         if name not in self._average:
             self._average[name] = torch.zeros_like(like, dtype=torch.float32)
-            self._mass[name] = torch.zeros((), device=like.device)
-        return self._average[name].to(like.device), self._mass[name].to(like.device)
+            self._weight_sum[name] = torch.zeros((), device=like.device)
+        return self._average[name].to(like.device), self._weight_sum[name].to(like.device)
 
     def _factor(self, name: str, like: Tensor) -> Tensor:
-        average, mass = self._average_of(name, like)
-        divisor = (average / mass.clamp_min(TINY)).abs_().pow_(self.power).add_(self.damping)
-        factor = torch.where(mass > 0, divisor.reciprocal_().clamp_max_(LARGE), 1.0)
+        average, mass = self._average_and_mass(name, like)
+        divisor = (average / mass.clamp_min(MIN_MASS)).abs_().pow_(self.power).add_(self.damping)
+        factor = torch.where(mass > 0, divisor.reciprocal_().clamp_max_(MAX_FACTOR), 1.0)
         return factor.to(like.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": dict(self._average), "mass": dict(self._mass)}
+        return {"average": dict(self._average), "mass": dict(self._weight_sum)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._average, self._mass = dict(state_dict["average"]), dict(state_dict["mass"])
+        self._average, self._weight_sum = dict(state_dict["average"]), dict(state_dict["mass"])
         self._factors = {}
 
 
@@ -119,9 +120,9 @@ class CurvaturePreconditioner(GradientCallback):
 
     .. math:: g \leftarrow \mathrm{clip}\left(g / (|h|^p + d), \pm c\right).
 
-    With SGD this is a diagonal Newton step: along each axis the learning rate is a share of the way
-    to the minimum, so steep and flat directions move alike, and the learning rate must be tuned
-    again. Optimizers that divide by the size of the gradient (Adam, AdamW) undo most of it.
+    With SGD this is a diagonal Newton step. Steep and flat directions move alike: a learning rate
+    of 1 jumps to the minimum along each axis; retune it. Optimizers that divide by the size of the
+    gradient (Adam, AdamW) undo most of the effect.
 
     The extra pass restores random state, BatchNorm statistics, metrics and logs. It runs in float32
     without autocast or loss scale. Under DDP each rank uses its own batch and signs, and the mean
@@ -140,7 +141,8 @@ class CurvaturePreconditioner(GradientCallback):
         every_n_steps: Optimizer steps from one estimate to the next, at least 1. The first estimate
             is at the first step.
         beta: Decay of the average, in [0, 1).
-        power: :math:`p`, in [0, 1]: 1 is a Newton step along each axis, 0.5 half way.
+        power: :math:`p`, in [0, 1]: 1 is a Newton step along each axis, 0.5 divides by the
+            square root.
         damping: :math:`d`, above 0.
         clip: :math:`c`, above 0, in units of the parameter for a learning rate of 1; None for no
             bound. Flat and noisy directions reach it, and so move as in sign descent.
@@ -236,9 +238,9 @@ class CurvaturePreconditioner(GradientCallback):
         params = {self.names[p]: p for p in module.parameters() if p.requires_grad}
         assert self._batch is not None
         # Seeded by the step, so that a resumed run draws the same signs.
-        number = self._steps // self.every_n_steps
+        estimate_index = self._steps // self.every_n_steps
         generator = torch.Generator(module.device).manual_seed(
-            (self.seed * 1_000_003 + number) * trainer.world_size + trainer.global_rank
+            (self.seed * 1_000_003 + estimate_index) * trainer.world_size + trainer.global_rank
         )
         with twice_differentiable_loss(NAME, trainer, module, *self._batch, self.fraction) as loss:
             if loss is None:
@@ -254,9 +256,9 @@ class CurvaturePreconditioner(GradientCallback):
     def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:
         averages = self._preconditioner.average().values()
         count = sum(part.numel() for part in averages)
-        size = torch.stack([part.abs().sum() for part in averages]).sum() / count
+        mean_curvature = torch.stack([part.abs().sum() for part in averages]).sum() / count
         negative = torch.stack([(part < 0).sum() for part in averages]).sum() / count
-        measured = {"curvature": float(size), "negative": float(negative)}
+        measured = {"curvature": float(mean_curvature), "negative": float(negative)}
         if self._preconditioner.clip is not None:
             bound = self._preconditioner.clip * scale
             clipped = torch.stack([(part.abs() >= bound).sum() for part in tensors]).sum()

@@ -41,7 +41,7 @@ class Estimate(Generic[Value]):
 
     Attributes:
         value: A scalar, or one tensor per parameter in its shape.
-        standard_error: Of ``value``, in its shape; NaN from a single sample.
+        standard_error: Standard error of ``value``, in its shape; NaN for a single sample.
         n_samples: Number of random vectors.
     """
 
@@ -85,9 +85,12 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
         >>> lo.hessian_vector_product((x**3).sum(), [x], [torch.ones(2)])
         (tensor([ 6., 12.]),)
     """
-    ours, theirs = [tuple(p.shape) for p in params], [tuple(v.shape) for v in vectors]
-    if ours != theirs:
-        raise ValueError(f"vectors must have the shapes of params: {ours}, got {theirs}.")
+    param_shapes = [tuple(parameter.shape) for parameter in params]
+    vector_shapes = [tuple(vector.shape) for vector in vectors]
+    if param_shapes != vector_shapes:
+        raise ValueError(
+            f"vectors must have the shapes of params: {param_shapes}, got {vector_shapes}."
+        )
     return tuple(hessian_product(loss, params)(vectors))
 
 
@@ -103,7 +106,7 @@ def hessian_diagonal(
         loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
         n_samples: Random vectors, at least 1.
-        generator: Of the random signs, on the device of ``params``.
+        generator: Generator of the random signs, on the device of ``params``.
 
     Returns:
         One tensor per parameter, with standard errors.
@@ -134,7 +137,7 @@ def hessian_trace(
         loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
         n_samples: Random vectors, at least 1.
-        generator: Of the random signs, on the device of ``params``.
+        generator: Generator of the random signs, on the device of ``params``.
 
     Returns:
         A 0-dimensional tensor, with its standard error.
@@ -164,7 +167,7 @@ def top_eigenvalue(
         params: Tensors that the loss depends on.
         max_iterations: Maximum number of products with the Hessian.
         tolerance: Stop at this relative residual.
-        generator: Of the random start, on the device of ``params``.
+        generator: Generator of the random start, on the device of ``params``.
 
     Raises:
         ValueError: For ``max_iterations`` below 1, ``tolerance`` below 0, or a loss that is not a
@@ -196,19 +199,19 @@ def hessian_product(loss: Tensor, params: Tensors) -> Product:
     gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
     _check_differentiable(gradients)
     # A gradient without a graph is a constant: its row of the Hessian is zero.
-    curved = {
-        place: gradient
-        for place, gradient in enumerate(gradients)
+    nonconstant_gradients = {
+        index: gradient
+        for index, gradient in enumerate(gradients)
         if gradient is not None and gradient.requires_grad
     }
 
     def product(vectors: Tensors) -> list[Tensor]:
-        if not curved:
+        if not nonconstant_gradients:
             return [torch.zeros_like(parameter) for parameter in params]
         products = torch.autograd.grad(
-            list(curved.values()),
+            list(nonconstant_gradients.values()),
             list(params),
-            [vectors[place] for place in curved],
+            [vectors[index] for index in nonconstant_gradients],
             retain_graph=True,
             allow_unused=True,
         )
@@ -225,7 +228,7 @@ def sample_diagonal(
 ) -> list[Tensor]:
     """Draw one estimate of the Hessian's diagonal."""
     signs = [random_signs(parameter, generator) for parameter in params]
-    return [own * part for own, part in zip(signs, product(signs), strict=True)]
+    return [sign * part for sign, part in zip(signs, product(signs), strict=True)]
 
 
 def estimate_trace(
@@ -261,7 +264,7 @@ def largest_eigenvalue(
     sizes = [part.numel() for part in like]
 
     def multiply(vector: Tensor) -> Tensor:
-        parts = [own.view_as(part) for own, part in zip(vector.split(sizes), like, strict=True)]
+        parts = [piece.view_as(part) for piece, part in zip(vector.split(sizes), like, strict=True)]
         return torch.cat([part.flatten() for part in product(parts)])
 
     drawn = (
@@ -273,34 +276,35 @@ def largest_eigenvalue(
     before = torch.zeros_like(current)
     length = current.new_zeros((), dtype=torch.float64)
     diagonal: list[float] = []
-    beside: list[float] = [0.0]
+    off_diagonal: list[float] = [0.0]
     best = Eigenvalue(math.nan, math.inf, 0)
     for iteration in range(1, max_iterations + 1):
         following = multiply(current).addcmul_(before, length, value=-1)
-        along = (following * current).sum(dtype=torch.float64)
-        following.addcmul_(current, along, value=-1)
+        alpha_on_device = (following * current).sum(dtype=torch.float64)
+        following.addcmul_(current, alpha_on_device, value=-1)
         length = torch.linalg.vector_norm(following, dtype=torch.float64)
         # The only wait of an iteration.
-        center, beyond = torch.stack([along, length]).tolist()
-        diagonal.append(center)
-        if not math.isfinite(center) or not math.isfinite(beyond):
+        alpha, beta = torch.stack([alpha_on_device, length]).tolist()
+        diagonal.append(alpha)
+        if not math.isfinite(alpha) or not math.isfinite(beta):
             return Eigenvalue(math.nan, math.inf, iteration)
-        value, last = _top_of_tridiagonal(diagonal, beside[1:])
-        best = Eigenvalue(value, abs(beyond * last), iteration)
-        scale = max(map(abs, (*diagonal, *beside)))
+        value, last = _top_of_tridiagonal(diagonal, off_diagonal[1:])
+        best = Eigenvalue(value, abs(beta * last), iteration)
+        scale = max(map(abs, (*diagonal, *off_diagonal)))
         # The start may lie in an invariant subspace, where values are exact.
-        exact = beyond <= TINY * scale or iteration == len(current)
+        exact = beta <= TINY * scale or iteration == len(current)
         if exact or best.residual <= tolerance * abs(value):
             return best
         before, current = current, following / length
-        beside.append(beyond)
+        off_diagonal.append(beta)
     return best
 
 
-def _top_of_tridiagonal(diagonal: list[float], beside: list[float]) -> tuple[float, float]:
+def _top_of_tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> tuple[float, float]:
     """Return the largest eigenvalue, and the last entry of its eigenvector."""
-    middle, edge = (torch.tensor(part, dtype=torch.float64) for part in (diagonal, beside))
-    values, vectors = torch.linalg.eigh(torch.diag(middle) + torch.diag(edge, -1))  # lower half
+    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    matrix += torch.diag(torch.tensor(off_diagonal, dtype=torch.float64), -1)
+    values, vectors = torch.linalg.eigh(matrix)  # reads the lower half only
     return float(values[-1]), float(vectors[-1, -1])
 
 
@@ -311,8 +315,8 @@ def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
         0, 256, (like.numel() // 8 + 1, 1), generator=generator, device=like.device,
         dtype=torch.uint8,
     )  # fmt: skip
-    places = torch.arange(8, dtype=torch.uint8, device=like.device)
-    bits = drawn.bitwise_right_shift(places).bitwise_and_(1).flatten()[: like.numel()]
+    shifts = torch.arange(8, dtype=torch.uint8, device=like.device)
+    bits = drawn.bitwise_right_shift(shifts).bitwise_and_(1).flatten()[: like.numel()]
     return bits.to(like.dtype).mul_(2).sub_(1).view_as(like)
 
 
@@ -341,10 +345,10 @@ def _average(draw: Callable[[], list[Tensor]], n_samples: int) -> Estimate[tuple
     means = draw()
     squares = [torch.zeros_like(mean) for mean in means]
     for count in range(2, n_samples + 1):
-        for place, sample in enumerate(draw()):
-            delta = sample - means[place]
-            means[place] = means[place] + delta / count
-            squares[place] = squares[place] + delta * (sample - means[place])
+        for index, sample in enumerate(draw()):
+            delta = sample - means[index]
+            means[index] = means[index] + delta / count
+            squares[index] = squares[index] + delta * (sample - means[index])
     if n_samples < 2:
         errors = [torch.full_like(mean, torch.nan) for mean in means]
     else:

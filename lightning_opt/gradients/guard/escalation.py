@@ -12,7 +12,7 @@ Policy: TypeAlias = Literal["skip", "rollback", "raise"]
 Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
 
 MAX_BACKOFFS = 4
-"""The learning rate is scaled by at least ``lr_backoff ** 4``, so that training never stalls."""
+"""The learning rate scale never falls below ``lr_backoff ** 4``, so that training never stalls."""
 
 
 class Escalation:
@@ -23,7 +23,8 @@ class Escalation:
             the first fault.
         backoff_after: Faults in a row at which the learning rate is scaled by ``lr_backoff``.
         rollback_after: Faults in a row at which the snapshot is restored.
-        max_consecutive: Faults in a row at which the run stops. Spikes alone never stop a run.
+        max_consecutive: Faults in a row at which the run stops. A spike stops a run only under
+            ``policy="raise"``.
         lr_backoff: In (0, 1]; 1 keeps the learning rate.
         lr_recovery_steps: Good steps that undo one reduction, geometrically.
 
@@ -64,8 +65,8 @@ class Escalation:
 
     def state(self, index: int) -> dict[str, Any]:
         """Return the state of one optimizer; ``history`` belongs to the detector."""
-        counts = {"consecutive": 0, "skipped": 0, "overflows": 0, "lr_scale": 1.0, "history": {}}
-        return self._states.setdefault(index, counts)
+        initial = {"consecutive": 0, "skipped": 0, "overflows": 0, "lr_scale": 1.0, "history": {}}
+        return self._states.setdefault(index, initial)
 
     def record(self, index: int, detection: Detection) -> tuple[Kind, Action] | None:
         """Count a step; return its fault and the response, or None for a step without a fault."""
@@ -73,6 +74,7 @@ class Escalation:
         if kind is not None:
             spike = kind in ("loss_spike", "gradient_spike")
             return kind, self.record_fault(index, spike=spike)
+        # A skip without a fault is an overflow: the loss scaler lowers its scale and goes on.
         if detection.skip:
             self.state(index)["overflows"] += 1
         else:
@@ -87,7 +89,10 @@ class Escalation:
             state["lr_scale"] = min(1.0, state["lr_scale"] * self._recovery)
 
     def record_fault(self, index: int, *, spike: bool = False) -> Action:
-        """Count a fault and return the response; a ``spike`` never stops the run."""
+        """Count a fault and return the response.
+
+        A spike stops a run only under ``policy="raise"``.
+        """
         state = self.state(index)
         state["consecutive"] += 1
         state["skipped"] += 1

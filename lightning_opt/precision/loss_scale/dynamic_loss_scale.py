@@ -36,7 +36,7 @@ class CountingScaler(torch.amp.GradScaler):
         skipped: Skipped updates so far.
         overflows: Skipped updates with a finite loss.
         stuck: Consecutive skipped updates at ``min_scale``.
-        newest: Whether the newest update was skipped.
+        last_skipped: Whether the last update was skipped.
         updates: Updates so far in this process, including skipped ones.
     """
 
@@ -46,14 +46,14 @@ class CountingScaler(torch.amp.GradScaler):
         self.skipped: Scalar = 0
         self.overflows: Scalar = 0
         self.stuck: Scalar = 0
-        self.newest: Condition = False
+        self.last_skipped: Condition = False
         self.updates = 0
         self._finite: Condition = True
 
     def record_loss(self, loss: Tensor) -> None:
         finite = torch.isfinite(loss.detach()).all()
-        known = bool(finite.item()) if reads_are_free(loss.device) else finite  # on a CPU
-        self._finite = self._finite & known
+        loss_is_finite = bool(finite.item()) if reads_are_free(loss.device) else finite  # on a CPU
+        self._finite = self._finite & loss_is_finite
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         states = self._per_optimizer_states.values()
@@ -70,7 +70,7 @@ class CountingScaler(torch.amp.GradScaler):
             overflow, at_floor = bool(overflow), bool(at_floor)
         super().update()
         scale.clamp_(min=self.min_scale)
-        self.newest = overflow
+        self.last_skipped = overflow
         self.updates += 1
         self.skipped = self.skipped + overflow
         self.overflows = self.overflows + (overflow & self._finite)
@@ -113,17 +113,17 @@ class DynamicLossScale(MixedPrecision):
     - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
     - The scale has a floor. A run with ``patience`` skipped updates in a row at the floor stops
       with an error.
-    - It logs its values, and schedulers wait for skipped updates.
+    - It logs its values, and schedulers do not step on skipped updates.
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
     Lightning counts a skipped step in ``global_step``, and steps the learning-rate schedulers of
     ``interval="step"``, so a warm-up begins with steps that never took place. With
-    ``hold_schedulers``, these schedulers wait after a skipped update. ``global_step`` still counts
-    it, since loggers, checkpoints and ``max_steps`` depend on it.
+    ``hold_schedulers``, these schedulers do not step on skipped updates. ``global_step`` still
+    counts them, since loggers, checkpoints and ``max_steps`` depend on it.
 
     On an accelerator, nothing is read back to the host between reports. Reactions come later:
-    schedulers wait two steps after the skipped update, and the error of a collapsed scale comes
-    with the next report.
+    schedulers skip one step two steps after the skipped update, and the error of a collapsed scale
+    is raised at the next report.
 
     Logged every ``every_n_steps`` optimizer steps:
 
@@ -139,9 +139,9 @@ class DynamicLossScale(MixedPrecision):
         growth_factor: Factor of the scale when it grows, above 1.
         backoff_factor: Factor of the scale at an overflow, in (0, 1).
         growth_interval: Updates in a row without an overflow until the scale grows.
-        min_scale: Its floor, at most ``init_scale``.
+        min_scale: Minimum of the scale, at most ``init_scale``.
         patience: Consecutive skipped updates at the floor, after which the run stops.
-        hold_schedulers: Whether schedulers wait when an update is skipped.
+        hold_schedulers: Keep schedulers from stepping on skipped updates.
         every_n_steps: Optimizer steps between logged values.
 
     Raises:
@@ -244,16 +244,16 @@ class DynamicLossScale(MixedPrecision):
         if self.scaler.updates == updates:
             return result  # `training_step` returned None: there was nothing to update
         self._steps += 1
-        newest = self.scaler.newest
-        if isinstance(newest, Tensor):
-            self._delayed.push(newest.reshape(1), None)
+        last_skipped = self.scaler.last_skipped
+        if isinstance(last_skipped, Tensor):
+            self._delayed.push(last_skipped.reshape(1), None)
             self._count_skips(self._delayed.due())
         else:
-            self._skips_to_hold += newest
+            self._skips_to_hold += last_skipped
         due = self._schedule.is_due(self._steps)
         if due:
             log_scalars(model.trainer, self._scalars())
-        if due or not isinstance(newest, Tensor):
+        if due or not isinstance(last_skipped, Tensor):
             self._raise_if_collapsed()
         return result
 
@@ -293,9 +293,9 @@ class DynamicLossScale(MixedPrecision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the scale of a run with ``precision="16-mixed"``."""
-        others = checkpoint.get(MixedPrecision.__qualname__)
-        if others and type(self).__qualname__ not in checkpoint:
-            self.load_state_dict(others)
+        lightning_state = checkpoint.get(MixedPrecision.__qualname__)
+        if lightning_state and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(lightning_state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the reference to the model, which exists only in this process."""
@@ -310,14 +310,14 @@ class DynamicLossScale(MixedPrecision):
         if stuck < self.patience:
             return
         state = self.scaler.state_dict()
-        bad = state["skipped"] - state["overflows"]
+        nonfinite_losses = state["skipped"] - state["overflows"]
         raise FloatingPointError(
             f"DynamicLossScale: the loss scale has collapsed. The last {stuck} updates were "
             f"skipped because gradients were not finite, although the scale is down to its floor, "
             f"min_scale={self.scaler.min_scale:g}. Of {state['skipped']} updates skipped in all, "
-            f"{bad} had a loss of NaN or infinity on this rank. If there are any, find their "
-            "cause (GradientHealth names the layer, NonFiniteGuard skips bad batches). If "
-            "there are none, float16 is too narrow for this model's activations: use "
+            f"{nonfinite_losses} had a loss of NaN or infinity on this rank. If there are any, "
+            "find their cause (GradientHealth names the layer, NonFiniteGuard skips bad batches). "
+            "If there are none, float16 is too narrow for this model's activations: use "
             'Trainer(precision="bf16-mixed"), or compute the layer that overflows in float32.'
         )
 
