@@ -215,8 +215,8 @@ def _fits(known: str, name: str) -> bool:
     return re.search(r".*\b".join((r"\b", *words)), name.replace("_", " ")) is not None
 
 
-def multiplied_type(precision: str) -> torch.dtype | str:
-    """Return the type of the factors in a Trainer's precision, TF32 if torch may use it."""
+def matmul_dtype(precision: str) -> torch.dtype | str:
+    """Return the dtype of matrix products in a Trainer's precision, TF32 if torch may use it."""
     for sign, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
         if precision.startswith(sign):
             return dtype

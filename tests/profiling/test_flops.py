@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_opt.profiling.flops import FlopCount, Flops, count_flops, multiplied_type, peak_flops
+from lightning_opt.profiling.flops import FlopCount, Flops, count_flops, matmul_dtype, peak_flops
 from tests.helpers.models import assert_same_weights, weights_of
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 50257, 768, 12, 12, 1024
@@ -199,11 +199,11 @@ def test_peaks_of_similar_names():
         assert peak_of(unknown) is None, unknown
 
 
-def test_multiplied_type_follows_precision(monkeypatch):
-    assert multiplied_type("bf16-mixed") is torch.bfloat16
-    assert multiplied_type("16-true") is torch.float16
-    assert multiplied_type("64-true") is torch.float64
+def test_matmul_dtype_follows_precision(monkeypatch):
+    assert matmul_dtype("bf16-mixed") is torch.bfloat16
+    assert matmul_dtype("16-true") is torch.float16
+    assert matmul_dtype("64-true") is torch.float64
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    assert multiplied_type("32-true") is torch.float32
+    assert matmul_dtype("32-true") is torch.float32
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert multiplied_type("32-true") == "tf32"
+    assert matmul_dtype("32-true") == "tf32"

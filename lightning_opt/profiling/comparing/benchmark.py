@@ -95,7 +95,7 @@ def benchmark(
         rounds: Timings of each function.
         device: The device to wait for at both ends of a timing. None: the GPU if torch has
             initialized one, else the CPU.
-        confidence: Of the interval.
+        confidence: Confidence level of the interval.
         tolerance: Smaller differences count as none: 0.01 is one percent.
 
     Raises:

@@ -14,8 +14,8 @@ from lightning_opt.profiling.comparing.result import Comparison, Run, Training
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
-TURN = 0.1
-"""The least seconds of a turn if ``steps`` is None."""
+MIN_TURN_SECONDS = 0.1
+"""Smallest duration of a turn if ``steps`` is None."""
 
 
 def compare(
@@ -37,18 +37,18 @@ def compare(
 
     Each configuration is a real run in its own process. All processes are alive at once and take
     turns of a few steps, in rotating order, so that a slow minute of the machine hits all of them.
-    Then all processes are restarted, ``starts`` times in all, because one process may be a little
-    faster than another for its whole life, with the same settings. A configuration that fails
-    becomes a row with its failure; the others continue.
+    All processes are started ``starts`` times, because one process can stay a little faster than
+    another with the same settings. A configuration that fails becomes a row with its failure; the
+    others continue.
 
     ``"no difference"`` means that the confidence interval of the ratio to the first configuration
     contains 1, or that the ratio is within ``tolerance`` of 1. It does not prove that the two are
     equal: the interval, and a note below the table, give the smallest difference that could be
     seen.
 
-    A step is a batch. It is timed from the end of one batch to the end of the next: data and
+    A step is one batch, timed from the end of one batch to the end of the next: data and
     callbacks are included, validation and checkpoints only if the settings enable them; loggers
-    write nothing. The first step after a pause is not timed; workers of a loader pause too. Ratios
+    write nothing. The first step after a pause is not timed; loader workers pause too. Ratios
     come from means of turns, so they include work that happens every few steps, but not work so
     rare that most turns lack it.
 
@@ -56,18 +56,18 @@ def compare(
         model: A function without arguments that makes the LightningModule, or its import path
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
         data: The same for a LightningDataModule or a DataLoader.
-        configurations: By name the arguments of the Trainer, or functions that return them (called
-            for each run, so that callbacks are new). The first is the reference.
-        steps: Timed steps of each run. None: enough for turns of a tenth of a second, and at least
-            2 per turn.
+        configurations: Trainer arguments by configuration name, or functions that return them
+            (called for each run, so that callbacks are new). The first is the reference.
+        steps: Timed steps of each run. None: enough for turns of at least a tenth of a second
+            and at least 2 steps.
         rounds: Turns of each run.
         starts: Starts of each configuration's process.
         warmup: Steps at the start of each run that are not timed.
-        seed: Seed of all random numbers; the same for all, so that losses can be compared.
+        seed: Seed of all random numbers; the same for all runs, so that losses are comparable.
         seconds: Stop after this time with the measurements so far; each run takes at least two
             turns.
         timeout: Seconds that the start of a run or one turn may take.
-        confidence: Of the interval.
+        confidence: Confidence level of the interval.
         tolerance: Smaller differences count as none: 0.01 is one percent.
 
     Raises:
@@ -87,7 +87,7 @@ def compare(
             "configurations must be a dict from names to Trainer arguments with at least one "
             f"entry, got {configurations!r}."
         )
-    named = {
+    checked_settings = {
         str(name): check_settings(f"The configuration {name!r}", settings)
         for name, settings in configurations.items()
     }
@@ -96,7 +96,7 @@ def compare(
     check_at_least("warmup", warmup, 1)
     if steps is not None and check_at_least("steps", steps, 1) < rounds:
         raise ValueError(
-            f"There must be at least one step a turn: steps is {steps} and rounds {rounds}."
+            f"There must be at least one step per turn: steps is {steps} and rounds {rounds}."
         )
     check_positive("timeout", timeout)
     check_share("confidence", confidence)
@@ -104,13 +104,13 @@ def compare(
     if seconds is not None:
         check_positive("seconds", seconds)
     end = math.inf if seconds is None else time.monotonic() + seconds
-    runs = {name: Run(name) for name in named}
+    runs = {name: Run(name) for name in checked_settings}
     recipe = {"model": model, "data": data, "seed": seed, "timeout": timeout}
     for start in range(starts):
-        alive = {name: s for name, s in named.items() if runs[name].failure is None}
+        alive = {name: s for name, s in checked_settings.items() if runs[name].failure is None}
         now = time.monotonic()
-        start_end = now + max(0.0, end - now) / (starts - start)
-        _train_in_turns(recipe, alive, runs, start, steps, rounds, warmup, start_end)
+        deadline = now + max(0.0, end - now) / (starts - start)
+        _train_in_turns(recipe, alive, runs, start, steps, rounds, warmup, deadline)
         if time.monotonic() >= end:
             break
     return Comparison(runs, confidence=confidence, tolerance=tolerance)
@@ -137,13 +137,14 @@ def _train_in_turns(
                 runs[name].summary = dict(process.summary)
                 runs[name].trainings.append(Training(process.steps))
                 paces.append(min(step.seconds for step in process.advance(warmup)))
-        for number, length in enumerate(_turns(steps, rounds, paces)):
-            for name in rotated([name for name in settings if name in processes], number + start):
+        for turn_index, length in enumerate(_turns(steps, rounds, paces)):
+            running = [name for name in settings if name in processes]
+            for name in rotated(running, turn_index + start):
                 run, process = runs[name], processes[name]
                 with _failure_recorded(run, processes):
-                    run.trainings[-1].turns[number] = process.advance(1 + length)[1:]
+                    run.trainings[-1].turns[turn_index] = process.advance(1 + length)[1:]
                     run.peak = max(run.peak or 0, process.peak_bytes)
-            if number >= 1 and time.monotonic() >= end:
+            if turn_index >= 1 and time.monotonic() >= end:
                 break
         for process in processes.values():
             process.ask_to_end()  # all at once; the stack then waits for each
@@ -161,5 +162,5 @@ def _failure_recorded(run: Run, processes: dict[str, TrainingProcess]) -> Iterat
 def _turns(steps: int | None, rounds: int, paces: list[float]) -> list[int]:
     if steps is None:
         slowest = max(paces, default=1.0)
-        steps = rounds * max(2, math.ceil(TURN / max(slowest, 1e-6)))
-    return [steps // rounds + (number < steps % rounds) for number in range(rounds)]
+        steps = rounds * max(2, math.ceil(MIN_TURN_SECONDS / max(slowest, 1e-6)))
+    return [steps // rounds + (turn_index < steps % rounds) for turn_index in range(rounds)]

@@ -19,13 +19,13 @@ HINTS: dict[str, str] = {
     "profile": "Use Trainer(profiler=StepProfiler()).",
     "memory": "MemoryProfiler() measures the peak of each phase.",
     "batch size": "find_batch_size() finds the largest and the fastest batch size.",
-    "data": "DataMonitor() measures the share of waiting.",
+    "data": "DataMonitor() measures the share of time spent waiting for data.",
     "throughput": "PerformanceMonitor() measures it.",
     "precision": "See Trainer(precision=...).",
     "optimizer": "Call doctor() after training, when there is an optimizer.",
     "compilation": "compare() measures whether CompileModel() pays for this model.",
     "gradients": "GradientHealth() checks every layer.",
-    "stability": "NonFiniteGuard() skips and counts such steps.",
+    "stability": "NonFiniteGuard() skips and counts steps with NaN, infinity or a spike.",
     "clipping": "AdaptiveClipping() clips unusual gradients, and counts them.",
     "convergence": "PerformanceMonitor() tests the trend of the loss.",
     "leaks": "LeakDetector() measures memory, and names the objects that hold it.",
@@ -37,9 +37,9 @@ HINTS: dict[str, str] = {
 """Advice for topics that were not measured."""
 
 UNDONE_AFTER_TRAINING = ("optimizer", "compilation")
-"""Topics that callbacks change only during training. Their verdicts replace the Trainer's."""
+"""Callbacks undo these settings after training, so their verdicts replace the Trainer's."""
 
-SEVERITY: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
+SORT_ORDER: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
 MARKS: dict[State, str] = {"look": "LOOK", "ok": "ok", "unknown": "?"}
 
 
@@ -55,8 +55,8 @@ class Diagnosis(Report):
     """
 
     def __init__(self, verdicts: Sequence[Verdict], notes: Sequence[str] = ()) -> None:
-        self.verdicts = sorted(verdicts, key=lambda verdict: SEVERITY[verdict.state])
-        number = {state: sum(v.state == state for v in verdicts) for state in SEVERITY}
+        self.verdicts = sorted(verdicts, key=lambda verdict: SORT_ORDER[verdict.state])
+        number = {state: sum(v.state == state for v in verdicts) for state in SORT_ORDER}
         title = (
             f"Diagnosis: {number['look']} to look at, {number['ok']} ok, {number['unknown']} not "
             "measured"
@@ -133,7 +133,7 @@ def doctor(trainer: pl.Trainer) -> Diagnosis:
     for topic in TOPICS:
         verdicts = [verdict for verdict in found if verdict.topic == topic]
         unknown = Verdict(topic, "unknown", "Not measured.", HINTS[topic])
-        chosen.append(min(verdicts, key=lambda v: SEVERITY[v.state], default=unknown))
+        chosen.append(min(verdicts, key=lambda v: SORT_ORDER[v.state], default=unknown))
     return Diagnosis(chosen, notes)
 
 
@@ -141,7 +141,7 @@ def _collect(function: Any, name: str, notes: list[str], *arguments: Any) -> lis
     """Return a function's verdicts. An exception becomes a note; other values are ignored."""
     try:
         result = function(*arguments)
-    except Exception as error:  # the other verdicts are still wanted
+    except Exception as error:  # one failure must not hide the other verdicts
         log.debug("doctor: %s failed", name, exc_info=True)
         notes.append(f"{name} failed: {type(error).__name__}: {error}")
         return []

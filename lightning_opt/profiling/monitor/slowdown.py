@@ -16,7 +16,7 @@ MAX_POINTS = 96
 MIN_BEFORE, MIN_AFTER = 10, 5
 """Points needed before and after the start of a slowdown."""
 
-SIGNIFICANCE, MIN_ERRORS = 0.01, 5.0
+SIGNIFICANCE, MIN_STANDARD_ERRORS = 0.01, 5.0
 """Significance level of the trend, and the smallest difference in standard errors. The latter is
 strict, because it is tested at every report and the noise is estimated from the residuals of a
 fit."""
@@ -61,18 +61,18 @@ def find_slowdown(steps: Sequence[int], rates: Sequence[float], min_drop: float)
         return None
     if mann_kendall([-rate for rate in rates])[1] > SIGNIFICANCE:
         return None
-    start, residuals = _fit_start(rates)
+    start, residuals = _fit_slowdown(rates)
     before = statistics.median(rates[:start])
     newest = rates[max(start, len(rates) - max(MIN_AFTER, (len(rates) - start) // 3)) :]
     slowdown = Slowdown(steps[start], before, statistics.median(newest))
     low = sum(rate < before * (1 - min_drop / 2) for rate in newest)
     if slowdown.drop < min_drop or low < 0.8 * len(newest):
         return None
-    noise = MIN_ERRORS * _standard_error(residuals, start, len(newest))
+    noise = MIN_STANDARD_ERRORS * _standard_error(residuals, start, len(newest))
     return slowdown if before - slowdown.after >= noise else None
 
 
-def _fit_start(values: Sequence[float]) -> tuple[int, list[float]]:
+def _fit_slowdown(values: Sequence[float]) -> tuple[int, list[float]]:
     """Return the start of the best-fitting step or ramp downwards, and its residuals."""
     best, best_start, residuals = math.inf, MIN_BEFORE, [0.0] * len(values)
     for start in range(MIN_BEFORE, len(values) - MIN_AFTER + 1):
@@ -93,11 +93,11 @@ def _fit_start(values: Sequence[float]) -> tuple[int, list[float]]:
 
 
 def _standard_error(residuals: Sequence[float], before: int, after: int) -> float:
-    """Return the standard error of the difference of two means of ``before``, ``after`` values."""
+    """Return the standard error of the difference of means over ``before`` and ``after`` values."""
     scale = sum(value * value for value in residuals)
     if not scale:
         return 0.0
-    # Autocorrelated noise has fewer independent values. Short series underestimate it.
+    # Autocorrelated noise has fewer independent values; short series underestimate the correlation.
     found = sum(a * b for a, b in itertools.pairwise(residuals)) / scale + 8 / len(residuals)
     correlation = min(0.95, max(0.0, found))
     sigma = 1.4826 * statistics.median(map(abs, residuals))
@@ -119,12 +119,12 @@ class Throughput:
         self.whole: list[list[float]] = []
         self.newest: list[list[float]] = []
         self._reports_per_point = 1
-        self._open = 0
+        self._reports_in_last_point = 0
 
     def add(self, step: int, amount: float, seconds: float) -> None:
         """Add a report: ``amount`` of work in ``seconds``, from ``step`` on."""
         self.newest = [*self.newest[1 - MAX_POINTS :], [step, amount, seconds]]
-        if self._open:
+        if self._reports_in_last_point:
             self.whole[-1] = _joined(self.whole[-1], [step, amount, seconds])
         else:
             if len(self.whole) == MAX_POINTS:
@@ -132,11 +132,11 @@ class Throughput:
                 self.whole = [_joined(*pair) for pair in pairs]
                 self._reports_per_point *= 2
             self.whole.append([step, amount, seconds])
-        self._open = (self._open + 1) % self._reports_per_point
+        self._reports_in_last_point = (self._reports_in_last_point + 1) % self._reports_per_point
 
     def find_slowdown(self, min_drop: float) -> Slowdown | None:
         """Return the slowdown over the whole run, else the recent one, else None."""
-        full = self.whole[: len(self.whole) - bool(self._open)]
+        full = self.whole[: len(self.whole) - bool(self._reports_in_last_point)]
         for points in (full, self.newest):
             steps, rates = [int(point[0]) for point in points], [p[1] / p[2] for p in points]
             slowdown = find_slowdown(steps, rates, min_drop)
@@ -150,14 +150,15 @@ class Throughput:
             "whole": [list(point) for point in self.whole],
             "newest": [list(point) for point in self.newest],
             "reports_per_point": self._reports_per_point,
-            "open": self._open,
+            "open": self._reports_in_last_point,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.whole = [list(point) for point in state["whole"]]
         self.newest = [list(point) for point in state["newest"]]
-        self._reports_per_point, self._open = state["reports_per_point"], state["open"]
+        self._reports_per_point = state["reports_per_point"]
+        self._reports_in_last_point = state["open"]
 
 
 def _joined(first: Sequence[float], second: Sequence[float]) -> list[float]:

@@ -184,7 +184,7 @@ class PhaseClock:
         if self.device is not None:
             self.device.mark(phase if self.phases.on_device[phase] else HOST)
 
-    def set_rest(self, phase: int) -> None:
+    def set_default_phase(self, phase: int) -> None:
         """Count the time outside all other phases for ``phase`` from now on; none may be open."""
         self._charge()
         self.phase = phase

@@ -41,7 +41,7 @@ class Measures:
         batches: Batches trained on.
         optimizer_steps: Updates.
         flops: Of the first batch, None if not counted.
-        flops_samples: Tokens of that batch, or its samples if tokens are not counted.
+        flops_units: Tokens of that batch, or its samples if tokens are not counted.
         peak: The device's peak of operations per second, None if unknown.
         world_size: The number of ranks.
         bytes: Bytes moved in regions, by their names.
@@ -55,7 +55,7 @@ class Measures:
     batches: int = 0
     optimizer_steps: int = 0
     flops: Flops | None = None
-    flops_samples: int = 0
+    flops_units: int = 0
     peak: float | None = None
     world_size: int = 1
     bytes: dict[str, float] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Measures:
     def rates_of(self, work: Work) -> dict[str, float]:
         """Return samples, tokens, FLOPs per second and MFU of some steps of this rank."""
         flops = None
-        if self.flops is not None and self.flops_samples:
+        if self.flops is not None and self.flops_units:
             amount = work.tokens or work.samples
-            flops = self.flops.model / self.flops_samples * amount
+            flops = self.flops.model / self.flops_units * amount
         return work.rates(flops, self.peak)
 
     @property

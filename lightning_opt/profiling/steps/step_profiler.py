@@ -15,13 +15,13 @@ from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.profiling.flops import multiplied_type, peak_flops
+from lightning_opt.profiling.flops import matmul_dtype, peak_flops
 from lightning_opt.profiling.steps.step_measures import Measures
 from lightning_opt.profiling.steps.step_phases import DATA, NAMES
 from lightning_opt.profiling.steps.step_run import StepRun, Trace
 
 DATA_BOUND = 0.2
-"""Share of a step from which waiting for data is reported as a problem."""
+"""Waiting for data is reported as a problem above this share of the step time."""
 
 
 class StepProfiler(Profiler):
@@ -34,7 +34,9 @@ class StepProfiler(Profiler):
     does not grow with the run.
 
     At the end of a run rank 0 prints the table; :meth:`report` returns it. With several processes
-    every rank needs one. Logged every ``log_every_n_steps`` batches and at the end of a fit:
+    every rank needs its own profiler.
+
+    Logged every ``log_every_n_steps`` batches and at the end of a fit:
 
     ============================== =============================================================
     ``time/<phase>_ms``            milliseconds per batch of each phase since the last report
@@ -79,7 +81,7 @@ class StepProfiler(Profiler):
         trace: Sequence[int] | None = None,
         print_table: bool = True,
     ) -> None:
-        self._run: StepRun | None = None  # Profiler's `__del__` needs both, also if this raises
+        self._run: StepRun | None = None  # `Profiler.__del__` reads these three
         self._stage: str | None = None
         self._output_file = None
         self.log_every_n_steps = check_at_least("log_every_n_steps", log_every_n_steps, 0)
@@ -116,8 +118,8 @@ class StepProfiler(Profiler):
             trace=trace,
         )
         self._last = self._runs[stage] = measures = self._run.measures
-        root, kind = trainer.strategy.root_device, multiplied_type(str(trainer.precision))
-        measures.peak = self.peak_flops or peak_flops(root, kind)
+        root, dtype = trainer.strategy.root_device, matmul_dtype(str(trainer.precision))
+        measures.peak = self.peak_flops or peak_flops(root, dtype)
 
     def start(self, action_name: str) -> None:
         """Start one of the Trainer's actions."""
@@ -202,13 +204,13 @@ class StepProfiler(Profiler):
         Raises:
             RuntimeError: If there was no such run.
         """
-        found = self._runs.get("fit", self._last) if stage is None else self._runs.get(stage)
-        if found is None:
+        measures = self._runs.get("fit", self._last) if stage is None else self._runs.get(stage)
+        if measures is None:
             raise RuntimeError(
-                f"StepProfiler has measured no such run yet, only {sorted(self._runs) or 'none'}: "
+                f"StepProfiler has not measured such a run, only {sorted(self._runs) or 'none'}: "
                 "pass it to a Trainer as profiler=."
             )
-        return found
+        return measures
 
     def report(self, stage: str | None = None) -> Report:
         """Return a table with a row per phase, the longest first. Arguments as :meth:`measures`."""
@@ -216,23 +218,23 @@ class StepProfiler(Profiler):
 
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on the longest phase and on waiting for data."""
-        found = self._runs.get("fit")
-        if found is None:
-            finding = "StepProfiler has measured no fit yet."
+        measures = self._runs.get("fit")
+        if measures is None:
+            finding = "StepProfiler has not measured a fit yet."
             return [Verdict("profile", "unknown", finding, "Call it again after fit.")]
-        seconds, callbacks = found.split_step()
+        seconds, callbacks = measures.split_step()
         if not sum(seconds.values()):
             finding = "StepProfiler has measured no training step."
             return [Verdict("profile", "unknown", finding, "Train longer.")]
         total, callback_seconds = sum(seconds.values()), sum(callbacks.values())
         longest = max(seconds, key=seconds.__getitem__)
-        finding = f"{longest!r} takes longest, {seconds[longest] / total:.0%} of a step"
+        finding = f"{longest!r} takes longest, {seconds[longest] / total:.0%} of the step time"
         note = ""
         if callback_seconds:
             most = max(callbacks, key=callbacks.__getitem__)
             share = callback_seconds / (callback_seconds + total)
-            finding += " without callbacks"
-            note = f" Callbacks take {share:.0%} of the whole, {most} most."
+            finding += " excluding callbacks"
+            note = f" Callbacks take {share:.0%} of the whole step, {most} the most."
         waiting = seconds.get(NAMES[DATA], 0.0) / total
         verdicts = [Verdict("profile", "ok", f"{finding}.{note}", callbacks=note)]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."

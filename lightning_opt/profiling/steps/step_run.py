@@ -20,7 +20,7 @@ from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
 from lightning_opt.profiling.steps.step_measures import Measures, Ranks
 
 MAX_ACTIONS = 2000
-"""The most names of actions; names that are new each time would fill the memory."""
+"""Largest number of action names kept; names that change every time would fill the memory."""
 
 
 class Trace:
@@ -73,7 +73,7 @@ class StepRun:
         self._phase_of: dict[str, int] = {}
         self._hooks: EpochHooks | None = None
         self._counter: FlopCount | None = None
-        self._trained = False
+        self._step_open = False
         self._epoch_depth = 0
 
     # --- actions --------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ class StepRun:
         if len(self._phase_of) >= MAX_ACTIONS:
             return phases.IGNORED
         phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
-        if phase == phases.DATA and self.clock.depth == 0:  # the first batch of an evaluation
-            self.clock.set_rest(phases.LOOP)
+        if phase == phases.DATA and self.clock.depth == 0:  # an evaluation fetches its first batch
+            self.clock.set_default_phase(phases.LOOP)
         return phase
 
     def _start_special(self, phase: int, action: str) -> None:
@@ -112,17 +112,17 @@ class StepRun:
             separate = hooks is not None and hooks.separates_forward
             clock.enter(phases.LOSS if separate else phases.FORWARD_AND_LOSS, action)
         elif phase == phases.FETCH:
-            if self._trained and clock.depth == self._epoch_depth:
+            if self._step_open and clock.depth == self._epoch_depth:
                 self._end_step()
             clock.enter(phases.DATA, action)
         elif phase == phases.BATCH:
-            if self._trained:  # batches are fetched within `training_step`
+            if self._step_open:  # `training_step` fetches the batches itself
                 self._end_step()
             self._start_batch(action)
         elif phase == phases.EPOCH:
             clock.end_step(trained=False)
             if clock.depth == 0:
-                clock.set_rest(phases.BETWEEN)
+                clock.set_default_phase(phases.BETWEEN)
             clock.enter(phases.LOOP, action)
             self._epoch_depth = clock.depth
             self._hooks = EpochHooks(clock, self.trainer, self._tokens)
@@ -139,13 +139,13 @@ class StepRun:
     # --- a batch --------------------------------------------------------------------------------
 
     def _start_batch(self, action: str) -> None:
-        measures, self._trained = self.measures, True
+        measures, self._step_open = self.measures, True
         if self._trace is not None and measures.batches == self._trace.first:
             with self.clock.within(phases.PROFILER):
                 self._trace.start()
         measures.batches += 1
         counting = self._flops and measures.batches == 1
-        # Torch would not compile the first call under a counter, and then no other either.
+        # Under a counter torch would skip compilation, for the first call and all later ones.
         if counting and has_compiled_parts(self.trainer.lightning_module):
             measures.notes.append("FLOPs were not counted: the model is compiled.")
             counting = False
@@ -162,13 +162,13 @@ class StepRun:
         measures = self.measures
         measures.flops = counter.flops
         if self._hooks is not None:
-            measures.flops_samples = self._hooks.tokens or self._hooks.samples
-        for operator, why in counter.failures.items():
-            measures.notes.append(f"The FLOPs of {operator} could not be counted ({why}).")
+            measures.flops_units = self._hooks.tokens or self._hooks.samples
+        for operator, reason in counter.failures.items():
+            measures.notes.append(f"The FLOPs of {operator} could not be counted ({reason}).")
 
     def _end_step(self) -> None:
         clock, measures, hooks = self.clock, self.measures, self._hooks
-        self._trained = False
+        self._step_open = False
         if hooks is not None and hooks.separates_forward:
             if not hooks.saw_forward:
                 clock.move(phases.LOSS, phases.FORWARD_AND_LOSS)
@@ -192,14 +192,14 @@ class StepRun:
         finally:
             if self._hooks is not None:
                 self._hooks.remove()
-        if self._trained:
+        if self._step_open:
             self._end_step()
         self._hooks = None
 
     def _end_training(self) -> None:
         trainer, measures = self.trainer, self.measures
         if self.clock.depth == 0:
-            self.clock.set_rest(phases.TEARDOWN)
+            self.clock.set_default_phase(phases.TEARDOWN)
         measures.optimizer_steps = trainer.global_step
         self._compare_ranks()
         self._log()
@@ -216,16 +216,16 @@ class StepRun:
         self.measures.ranks = Ranks(torch.cat(everyone).tolist())
 
     def _log(self) -> None:
-        seconds, work = self.clock.end_window()
-        steps, names = work.steps.count, self.clock.phases.names
+        seconds, window_totals = self.clock.end_window()
+        steps, names = window_totals.steps.count, self.clock.phases.names
         if not self._every or not steps:
             return
         scalars = {
             f"time/{names[phase].replace(' ', '_').replace(chr(39), '')}_ms": 1e3 * total / steps
             for phase, total in seconds.items()
         }
-        scalars["time/step_ms"] = 1e3 * work.steps.mean
-        rates = self.measures.rates_of(work)
+        scalars["time/step_ms"] = 1e3 * window_totals.steps.mean
+        rates = self.measures.rates_of(window_totals)
         scalars |= {f"time/{key}": value for key, value in rates.items()}
         with self.clock.within(phases.LOGGING):
             log_scalars(self.trainer, scalars)
@@ -242,7 +242,7 @@ class StepRun:
         return measures
 
     @contextmanager
-    def region(self, name: str, size: float | None) -> Iterator[None]:
+    def region(self, name: str, bytes_moved: float | None) -> Iterator[None]:
         if threading.get_ident() != self._thread:
             yield
             return
@@ -252,6 +252,6 @@ class StepRun:
             with self.clock.within(phase):
                 yield
         finally:
-            if size and phase != phases.OTHER:  # there are not too many names
-                moved = self.measures.bytes
-                moved[name] = moved.get(name, 0.0) + size
+            if bytes_moved and phase != phases.OTHER:  # OTHER: the limit of names was reached
+                totals = self.measures.bytes
+                totals[name] = totals.get(name, 0.0) + bytes_moved

@@ -168,7 +168,7 @@ def test_steps_of_turns():
         ((Net, rows, {}), {}, ValueError, "at least one entry"),
         ((Net, rows, {"a": 3}), {}, TypeError, "The configuration 'a'"),
         ((Net(), rows, {"a": {}}), {}, TypeError, "model must be a function"),
-        ((Net, rows, {"a": {}}), {"steps": 3}, ValueError, "one step a turn"),
+        ((Net, rows, {"a": {}}), {"steps": 3}, ValueError, "one step per turn"),
         ((Net, rows, {"a": {}}), {"starts": 0}, ValueError, "starts"),
         ((Net, rows, {"a": {}}), {"seconds": -1}, ValueError, "seconds"),
     ],

@@ -621,7 +621,7 @@ def test_table_files_and_loggers(tmp_path, capsys):
     assert trainer.callback_metrics["time/forward_ms"] > 0
     trainer.validate(model, verbose=False)
     assert (tmp_path / "steps_validate.json").exists()
-    with pytest.raises(RuntimeError, match="no such run"):
+    with pytest.raises(RuntimeError, match="not measured such a run"):
         watched.report("test")
 
 
