@@ -63,7 +63,7 @@ class FixedValue(ClippingRule):
                 for tensor in tensors:
                     tensor.clamp_(-bound, bound)
             return Clip(over.double().mean())
-        # 0 times a non-finite norm is NaN, which becomes an infinite limit: nothing is clamped.
+        # 0 times a non-finite norm is NaN. The limit then becomes infinite, so nothing is clamped.
         limit = torch.as_tensor(total * 0.0 + self.max_value * step.grad_scale).nan_to_num(math.inf)
         for (group_device, dtype), indices in by_kind(tensors).items():
             group, high = [tensors[index] for index in indices], move(limit, group_device).to(dtype)
@@ -79,9 +79,9 @@ class PerParameter(ClippingRule):
     average is the smallest of its clipped norms. After that the average is exponential, over the
     clipped norms.
 
-    Unlike in the paper, a norm of zero never enters an average (else a tensor without a gradient in
-    the warm-up, such as a zero-initialised layer, would stay at zero for good), and a tensor first
-    seen after the warm-up starts from its own norm.
+    There are two differences from the paper. A norm of zero never enters an average: otherwise a
+    tensor whose gradient is zero in the warm-up would stay at zero for good. A tensor that first
+    has a gradient after the warm-up starts from its own norm.
 
     ``Clip.clipped`` is the share of tensors that were clipped.
 
@@ -234,7 +234,8 @@ class UnitWise(ClippingRule):
         if not isinstance(finite, Tensor):
             if not finite:
                 return Clip(0.0)
-            if step.norms.total * step.grad_scale > 1e18:  # on a CPU, where float64 measured it
+            # Only on a CPU: above this norm squares may overflow float32.
+            if step.norms.total * step.grad_scale > 1e18:
                 accumulate_dtype = torch.float64
         excluded = self._excluded(step)
         pairs = zip(step.gradients.parameters, step.gradients.tensors, strict=True)
