@@ -46,9 +46,8 @@ class Runtime(RunCallback):
             ``"auto"`` does so on CUDA, unless deterministic algorithms are requested, and stops if
             more than four batch shapes occur in the first 100 batches.
         deterministic: Make runs from one seed bit-identical on the same machine with the same
-                versions: only deterministic algorithms run, and operators without one raise. Set
-                the seed
-            yourself: ``lightning.seed_everything``. False leaves the setting unchanged.
+            versions: only deterministic algorithms run, and operators without one raise. Set the
+            seed yourself: ``lightning.seed_everything``. False leaves the setting unchanged.
         allocator: ``"expandable_segments"`` lets CUDA's allocator grow segments, which reduces
             fragmentation if shapes vary. Linux only.
         cpu_affinity: CPUs that this process may run on, with the workers that it starts;
