@@ -161,8 +161,8 @@ def test_blocks_outside_of_the_graph_are_logged_once(
 ) -> None:
     with caplog.at_level("INFO", "lightning.pytorch"):
         model = fit(norm, "model", "eager")
-    logged = [text for text in caplog.messages if "outside of the compiled" in text]
+    logged = [text for text in caplog.messages if "recomputed modules write buffers" in text]
     assert len(logged) == outside
-    assert not outside or "3 of 3 recomputed modules write buffers" in logged[0]
+    assert not outside or "3 of 3" in logged[0]
     counts = [value for name, value in model.named_buffers() if "num_batches" in name]
     assert counts == [3] * len(counts), "the trial step writes no buffer"
