@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
-from lightning.pytorch import Callback
 from torch.optim import LBFGS, Optimizer
+
+from lightning_opt.trainer.lightning import BaseCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class RunCallback(Callback):
+class RunCallback(BaseCallback):
     """A callback with separate hooks for the end of a run, for a new model and for pickling.
 
     Lightning calls no ``teardown`` after an exception, calls ``setup`` for each stage, and pickles
@@ -41,6 +42,9 @@ class RunCallback(Callback):
 
     compiles_model: ClassVar[bool] = False
     """Whether it runs the model with torch.compile."""
+
+    runs_in_trials: bool = True
+    """Whether trials of batch sizes run a copy of it, because it needs memory or changes steps."""
 
     _model: ref[pl.LightningModule] | None = None
 

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 
@@ -29,6 +32,19 @@ def quiet_trainer(**settings: Any) -> Trainer:
             **settings,
         }
     )
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Lightning's FSDP1 without its check for an accelerator."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=self.sharding_strategy,
+            mixed_precision=self.mixed_precision_config,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
 
 
 class MemoryLogger(Logger):

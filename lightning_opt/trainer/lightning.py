@@ -1,0 +1,195 @@
+"""Lightning, from the packages ``lightning`` and ``pytorch_lightning``: either or both.
+
+The packages have the same code but different classes, and a Trainer of one does not accept objects
+of the other. So the rest of lightning_opt imports Lightning from here:
+
+- A class such as ``LightningModule`` is a tuple of the classes of both, for ``isinstance``.
+- A class that begins with ``Base`` inherits from the classes of both.
+- A function is that of either package, where both do the same.
+- What has to be of the Trainer's package comes from ``package_of(trainer)``.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import sys
+from abc import ABC, ABCMeta
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import lightning_utilities.core.rank_zero as rank_zero
+from lightning_utilities.core.overrides import is_overridden as differs
+
+T = TypeVar("T")
+
+NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _load() -> dict[str, ModuleType]:
+    """Import both packages, first the one that is imported already.
+
+    Raises:
+        ImportError: If neither is installed.
+    """
+    loaded: dict[str, ModuleType] = {}
+    for name in sorted(NAMES, key=lambda name: name not in sys.modules):
+        messages = rank_zero.log, rank_zero.rank_zero_deprecation_category
+        try:
+            loaded[name] = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+        if len(loaded) > 1:  # both packages set these two; they stay those of the user's package
+            rank_zero.log, rank_zero.rank_zero_deprecation_category = messages
+    if not loaded:
+        raise ImportError(
+            "lightning_opt needs PyTorch Lightning, and neither of its packages is installed. "
+            "Install the one that your code imports: pip install lightning, or "
+            "pip install pytorch-lightning."
+        )
+    return loaded
+
+
+_LOADED = _load()
+
+PACKAGES = [_LOADED[name] for name in NAMES if name in _LOADED]
+"""``lightning.pytorch`` and ``pytorch_lightning``, or the one that is installed."""
+
+DEFAULT: Any = next(iter(_LOADED.values()))
+"""The package that was imported first: the user's, in most cases."""
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+else:
+    pl = PACKAGES[0]
+
+
+def package_of(owner: object, default: Any = DEFAULT) -> Any:
+    """Return the package of an object, a class or a module; ``default`` if it has none."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    modules = [base.__module__ for base in kind.__mro__]
+    for name in [owner.__name__] if isinstance(owner, ModuleType) else modules:
+        for package in PACKAGES:
+            # `lightning` itself has the classes of `lightning.pytorch`.
+            if name.partition(".")[0] == package.__name__.partition(".")[0]:
+                return package
+    return default
+
+
+def _both(kind: Callable[..., T]) -> tuple[type[T], ...]:
+    """Return a class and its counterpart in the other package."""
+    path = kind.__module__.removeprefix(pl.__name__)
+    modules = [importlib.import_module(package.__name__ + path) for package in PACKAGES]
+    return tuple(getattr(module, kind.__name__) for module in modules)
+
+
+Callback = _both(pl.Callback)
+LightningDataModule = _both(pl.LightningDataModule)
+LightningModule = _both(pl.LightningModule)
+
+BatchSizeFinder = _both(pl.callbacks.BatchSizeFinder)
+Checkpoint = _both(pl.callbacks.Checkpoint)
+EarlyStopping = _both(pl.callbacks.EarlyStopping)
+GradientAccumulationScheduler = _both(pl.callbacks.GradientAccumulationScheduler)
+LearningRateFinder = _both(pl.callbacks.LearningRateFinder)
+LearningRateMonitor = _both(pl.callbacks.LearningRateMonitor)
+ModelSummary = _both(pl.callbacks.ModelSummary)
+ProgressBar = _both(pl.callbacks.ProgressBar)
+Timer = _both(pl.callbacks.Timer)
+
+DDPStrategy = _both(pl.strategies.DDPStrategy)
+DeepSpeedStrategy = _both(pl.strategies.DeepSpeedStrategy)
+FSDPStrategy = _both(pl.strategies.FSDPStrategy)
+ModelParallelStrategy = _both(pl.strategies.ModelParallelStrategy)
+ParallelStrategy = _both(pl.strategies.ParallelStrategy)
+SingleDeviceStrategy = _both(pl.strategies.SingleDeviceStrategy)
+Strategy = _both(pl.strategies.Strategy)
+MultiProcessingLauncher = _both(pl.strategies.launchers._MultiProcessingLauncher)
+
+Accelerator = _both(pl.accelerators.Accelerator)
+MixedPrecision = _both(pl.plugins.MixedPrecision)
+Precision = _both(pl.plugins.Precision)
+Profiler = _both(pl.profilers.Profiler)
+
+if TYPE_CHECKING:
+    BaseCallback = pl.Callback
+    BaseDDPStrategy = pl.strategies.DDPStrategy
+    BaseMixedPrecision = pl.plugins.MixedPrecision
+    BaseProfiler = pl.profilers.Profiler
+else:
+
+    class BaseCallback(*Callback):
+        """A callback for the Trainers of both packages."""
+
+    class BaseMixedPrecision(*MixedPrecision):
+        """A precision plugin for the Trainers of both packages."""
+
+    class BaseProfiler(*Profiler):
+        """A profiler for the Trainers of both packages."""
+
+    class OrderOfBases(ABCMeta):
+        """Metaclass of strategies, whose bases of one package precede those of the other.
+
+        A strategy runs Lightning's code, which compares with classes of its own package. So that
+        it is the code of the Trainer's package, a strategy becomes an instance of a subclass
+        whose ``package`` is the Trainer's.
+        """
+
+        def mro(cls) -> list[type]:
+            order, package = super().mro(), vars(cls).get("package")
+            if package is None:
+                return order
+            others = [other.__name__ for other in PACKAGES if other is not package]
+            last = [base for base in order if base in (ABC, object)]
+            first = [base for base in order if base not in last]
+            first.sort(key=lambda base: base.__module__.startswith(tuple(others)))
+            return [*first, *last]
+
+    class BaseDDPStrategy(*DDPStrategy, metaclass=OrderOfBases):
+        """A strategy for the Trainers of both packages."""
+
+        def _configure_launcher(self) -> None:
+            # The first call by the Trainer, which has set its accelerator before.
+            self.__class__ = strategy_for(type(self), package_of(self.accelerator).__name__)
+            super()._configure_launcher()
+
+    def strategy_for(kind: type, package: str) -> type:
+        """Return a strategy's class, or its subclass for the package."""
+        kind = kind.__base__ if "package" in vars(kind) else kind
+        return kind if package == PACKAGES[0].__name__ else _subclass(kind, sys.modules[package])
+
+    @cache
+    def _subclass(kind: type, package: ModuleType) -> type:
+        names = ("__module__", "__qualname__", "__doc__")
+        content = {name: getattr(kind, name) for name in names}
+        return type(kind)(kind.__name__, (kind,), {**content, "package": package})
+
+    def _reduce(kind: type) -> str | tuple[Any, ...]:
+        if "package" in vars(kind):
+            return strategy_for, (kind.__base__, kind.package.__name__)
+        return kind.__qualname__
+
+    copyreg.pickle(OrderOfBases, _reduce)
+
+
+AbstractClosure = pl.loops.optimization.closure.AbstractClosure
+Closure = pl.loops.optimization.automatic.Closure
+ClosureResult = pl.loops.optimization.automatic.ClosureResult
+GradClipAlgorithmType = pl.utilities.GradClipAlgorithmType
+is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
+isolate_rng = pl.utilities.seed.isolate_rng
+move_data_to_device = pl.utilities.move_data_to_device
+optimizer_handles_unscaling = pl.plugins.precision.amp._optimizer_handles_unscaling  # type: ignore[attr-defined]
+prepare_for_backward = pl.overrides.distributed.prepare_for_backward  # type: ignore[attr-defined]
+seed_everything = pl.seed_everything
+
+
+def is_overridden(hook: str, owner: object) -> bool:
+    """Return whether a callback, module or datamodule replaces a hook of Lightning's class."""
+    for base in (*Callback, *LightningModule, *LightningDataModule):
+        if isinstance(owner, base) and hasattr(base, hook):
+            return differs(hook, owner, base)
+    return hasattr(owner, hook)

@@ -1,0 +1,157 @@
+"""Trains with every feature under the packages of Lightning that the command line names.
+
+The other package cannot be imported. Prints final weights and logged names as JSON, by package and
+feature. Imports neither package itself.
+"""
+
+import importlib
+import importlib.abc
+import inspect
+import json
+import sys
+import warnings
+from typing import Any
+
+import lightning_opt as lo
+
+FOLDERS = {
+    "lightning": {"lightning"},
+    "pytorch_lightning": {"pytorch_lightning", "lightning_fabric"},
+}
+
+
+class NotInstalled(importlib.abc.MetaPathFinder):
+    """Makes imports of the packages fail that are not among ``installed``."""
+
+    def __init__(self, *installed: str) -> None:
+        self.hidden = {name for key in FOLDERS if key not in installed for name in FOLDERS[key]}
+
+    def find_spec(self, fullname: str, *_: Any) -> None:
+        if fullname.partition(".")[0] in self.hidden:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+def net_of(pl: Any) -> Any:
+    """Return a small module of a package."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("val_loss", loss, sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+        def train_dataloader(self) -> Any:
+            rows = torch.randn(48, 7, generator=torch.Generator().manual_seed(0))
+            return DataLoader(TensorDataset(rows[:, :6], rows[:, 6:]), batch_size=4)
+
+        val_dataloader = predict_dataloader = train_dataloader
+
+    return Net()
+
+
+def train(pl: Any, kind: Any = None, resume: Any = None, **settings: Any) -> Any:
+    """Fit, validate and predict with a package's Trainer, and return it."""
+    import torch
+
+    class Names(pl.loggers.logger.Logger):
+        """Keeps the names of what is logged."""
+
+        name = version = "names"
+        logged: set[str] = set()
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.logged = self.logged | metrics.keys()
+
+    torch.manual_seed(0)
+    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "log_every_n_steps": 1}
+    arguments = {**defaults, **dict.fromkeys(quiet, False), "logger": Names(), **settings}
+    trainer = (kind or pl.Trainer)(**arguments)
+    net = net_of(pl)
+    trainer.fit(net, ckpt_path=resume)
+    trainer.validate(net, verbose=False)
+    trainer.predict(net)
+    return trainer
+
+
+def outcome(trainer: Any) -> Any:
+    """Return the final weights, as sums, and the logged names."""
+    weights = [p.double().sum().item() for p in trainer.lightning_module.parameters()]
+    return [weights, sorted(trainer.logger.logged)]
+
+
+def features(pl: Any) -> dict[str, dict[str, Any]]:
+    """Return the arguments of :func:`train` by feature."""
+
+    class Counter(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.batches = getattr(self, "batches", 0) + 1
+
+    class OwnTrainer(pl.Trainer):
+        pass
+
+    found: dict[str, dict[str, Any]] = {"nothing": {}}
+    own_settings: dict[str, dict[str, Any]] = {
+        "Accumulation": {"schedule": 2},
+        "AdaptiveClipping": {"rule": "unit_wise"},
+        "CompileModel": {"backend": "eager"},
+        "MicroBatching": {"size": 3},
+    }
+    for name in lo.__all__:
+        export = getattr(lo, name)
+        if inspect.isclass(export) and issubclass(export, pl.Callback):
+            settings = own_settings.get(name, {})
+            if "every_n_steps" in inspect.signature(export).parameters:
+                settings = {"every_n_steps": 3, **settings}
+            found[name] = {"callbacks": [export(**settings)]}
+    for name in ("basic", "advanced", "ultra"):
+        chosen = lo.preset(name).for_model(net_of(pl))
+        found[f"preset {name}"] = chosen.trainer_kwargs(accelerator="cpu", devices=1)
+    for strategy in ("ddp_topk", "ddp_int8", "ddp_fp16", "diloco"):
+        found[strategy] = {"strategy": strategy}
+    return found | {
+        "a callback of the user between two": {
+            "callbacks": [lo.GradientHealth(every_n_steps=3), Counter(), lo.DataMonitor()],
+            "kind": OwnTrainer,
+        },
+        "DynamicBatchSize.find": {"callbacks": [lo.DynamicBatchSize(find=True, max_size=8)]},
+        "DynamicLossScale": {"plugins": [lo.DynamicLossScale(init_scale=256.0)]},
+        "StepProfiler": {"profiler": lo.StepProfiler(print_table=False)},
+    }
+
+
+def main(installed: list[str]) -> None:
+    sys.meta_path.insert(0, NotInstalled(*installed))
+    warnings.simplefilter("ignore")
+    results: dict[str, dict[str, Any]] = {}
+    for name in installed:
+        pl = importlib.import_module("lightning.pytorch" if name == "lightning" else name)
+        results[name] = {
+            feature: outcome(train(pl, **settings)) for feature, settings in features(pl).items()
+        }
+    sys.stdout.write(f"\n{json.dumps(results)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,245 @@
+"""Every feature with `lightning`, with `pytorch_lightning`, and with both in one process."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import lightning.pytorch
+import lightning_utilities.core.rank_zero as rank_zero
+import pytest
+import pytorch_lightning
+import pytorch_lightning.cli
+import yaml
+
+import lightning_opt as lo
+from lightning_opt.cli import main
+from lightning_opt.trainer.lightning import is_overridden, package_of
+from tests.helpers.processes import launch
+from tests.trainer.every_feature import net_of, outcome, train
+
+PACKAGES = (lightning.pytorch, pytorch_lightning)
+ROOT = Path(__file__).parents[2]
+PROJECT = ROOT / "tests" / "cli" / "small_project.py"
+QUIET = [f"--trainer.{name}=false" for name in ("enable_progress_bar", "enable_model_summary")] + [
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+]
+
+
+def run(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *words],
+        check=False,
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_all_features_train_alike_with_either_package_and_with_both():
+    installed = ("lightning",), ("pytorch_lightning",), ("lightning", "pytorch_lightning")
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(run, "-m", "tests.trainer.every_feature", *names) for names in installed
+        ]
+        first, second, both = (json.loads(done.result()) for done in runs)
+    expected = first["lightning"]
+    assert {"MicroBatching", "preset ultra", "ddp_int8"} <= expected.keys()
+    assert second == {"pytorch_lightning": expected}
+    assert both == {"lightning": expected, "pytorch_lightning": expected}
+
+
+def test_without_lightning_the_error_says_what_to_install():
+    program = """
+import sys
+from tests.trainer.every_feature import NotInstalled, lo
+sys.meta_path.insert(0, NotInstalled())
+try:
+    lo.GradientHealth
+except ImportError as error:
+    print(error)
+"""
+    said = run("-c", program)
+    assert "pip install lightning, or pip install pytorch-lightning" in said
+
+
+# --- both packages in one process ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["GradientHealth", "MicroBatching", "ActivationCheckpointing"])
+def test_one_callback_serves_a_trainer_of_each_package(name):
+    callback = getattr(lo, name)(**{"size": 3} if name == "MicroBatching" else {})
+    first, second, third = (
+        outcome(train(pl, callbacks=[callback])) for pl in (*PACKAGES, lightning.pytorch)
+    )
+    assert first == second == third
+
+
+def test_checkpoint_of_one_package_resumes_in_the_other(tmp_path):
+    def callbacks():
+        return [lo.AdaptiveClipping("zclip"), lo.GradientHealth(every_n_steps=2)]
+
+    file = tmp_path / "lightning.ckpt"
+    settings = {"plugins": [lo.DynamicLossScale(init_scale=256.0)]}
+    train(PACKAGES[0], callbacks=callbacks(), **settings).save_checkpoint(file)
+    whole, resumed = (
+        outcome(train(pl, callbacks=callbacks(), max_epochs=2, resume=file, **settings))
+        for pl in PACKAGES
+    )
+    assert resumed == whole
+
+
+def test_hooks_are_recognised_as_overridden_in_either_package():
+    for pl in PACKAGES:
+        net = net_of(pl)
+        assert is_overridden("training_step", net)
+        assert not is_overridden("test_step", net)
+        assert not is_overridden("on_train_start", pl.Callback())
+        assert package_of(net) is pl
+    assert is_overridden("setup", lo.GradientHealth())
+    assert not is_overridden("on_fit_end", lo.GradientHealth())
+
+
+def test_messages_keep_the_logger_of_the_package_that_was_imported_first():
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        program = f"""
+import {name}, lightning_opt, lightning_utilities.core.rank_zero as rank_zero
+lightning_opt.GradientHealth
+print(rank_zero.log.name)
+"""
+        assert run("-c", program).startswith(name)
+    assert rank_zero.log.name.partition(".")[0] in ("lightning", "pytorch_lightning")
+
+
+class Own(lo.CompressedDDPStrategy):
+    """A strategy of a user."""
+
+    def setup(self, trainer):
+        super().setup(trainer)
+        self.set_up = True
+
+
+def strategies():
+    settings = {"process_group_backend": "gloo"}
+    return {
+        "ddp_topk": "ddp_topk",
+        "ddp_fp16": "ddp_fp16",
+        "diloco": "diloco",
+        "own": Own("int8", **settings),
+        "explicit diloco": lo.DiLoCoStrategy(2, fragments=2, **settings),
+        "explicit hook": lo.HookedDDPStrategy("bf16", **settings),
+    }
+
+
+def train_on_two_ranks():
+    found = {}
+    for pl in PACKAGES:
+        for name, strategy in strategies().items():
+            trainer = train(pl, strategy=strategy, devices=2)
+            made = trainer.strategy
+            kinds = (pl.strategies.DDPStrategy, type(strategy))
+            assert isinstance(made, kinds[: 1 if isinstance(strategy, str) else 2])
+            assert package_of(made) is package_of(made.launcher) is pl
+            assert all(package_of(own) is pl for own in made._lightning_optimizers)
+            assert pickle.loads(pickle.dumps(type(made))) is type(made)
+            if name == "own":
+                assert made.set_up
+            found[pl.__name__, name] = outcome(trainer)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
+def test_strategies_train_alike_under_two_ranks_of_either_package():
+    for found in launch(train_on_two_ranks):
+        for name in strategies():
+            assert found["lightning.pytorch", name] == found["pytorch_lightning", name], name
+        weights = [json.dumps(found["pytorch_lightning", name][0]) for name in strategies()]
+        assert len(set(weights)) > 3, "the strategies do different things"
+
+
+# --- configuration files and commands -------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A project that imports ``pytorch_lightning``, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "their_project.py"
+    source = PROJECT.read_text()
+    file.write_text(source.replace("import lightning as L", "import pytorch_lightning as L"))
+    yield file
+    sys.modules.pop("their_project", None)
+
+
+def test_lightning_cli_of_pytorch_lightning_reads_our_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fit"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "logger": False,
+        "callbacks": [{"class_path": "lightning_opt.GradientHealth"}],
+        "profiler": {"class_path": "lightning_opt.StepProfiler"},
+        "plugins": [{"class_path": "lightning_opt.DynamicLossScale"}],
+        "strategy": {
+            "class_path": "lightning_opt.CompressedDDPStrategy",
+            "init_args": {"compressor": "int8", "process_group_backend": "gloo"},
+        },
+    }
+    cli = pytorch_lightning.cli.LightningCLI(
+        type(net_of(pytorch_lightning)), run=False, save_config_callback=None,
+        seed_everything_default=False, args={"trainer": trainer},
+    )  # fmt: skip
+    made = cli.trainer
+    assert isinstance(made.strategy, lo.CompressedDDPStrategy)
+    assert isinstance(made.strategy.precision_plugin, lo.DynamicLossScale)
+    assert isinstance(made.profiler, lo.StepProfiler)
+    assert package_of(made.strategy) is pytorch_lightning
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning")
+def test_commands_train_a_module_of_pytorch_lightning(project, tmp_path, capsys):
+    stop = f"--trainer.callbacks={project.stem}.Interrupt"
+    words = [f"{project}:Small", "--data", f"{project}:SmallData", "--trainer.max_steps=3"]
+    assert main(["fit", *words, "--preset=ultra", *QUIET]) == 0
+    assert list(tmp_path.rglob("*.ckpt"))
+    assert main(["fit", *words[:3], stop, *QUIET]) == 130
+    config = tmp_path / "user.yaml"
+    content = {
+        "model": {"class_path": "their_project.Small", "init_args": {"width": 3}},
+        "data": {"class_path": "their_project.SmallData"},
+        "trainer": {"callbacks": [{"class_path": "pytorch_lightning.callbacks.Timer"}]},
+    }
+    config.write_text(yaml.safe_dump(content))
+    assert main(["profile", str(config), "--steps=4", *QUIET]) == 0
+    assert main(["doctor", f"{project}:make_small", f"--data={project}:make_loader", "--steps=4",
+                 *QUIET]) == 0  # fmt: skip
+    assert "forward" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tuner_measures_a_module_of_pytorch_lightning(project):
+    base = {"accelerator": "cpu", "devices": 1, "callbacks": [{"class_path": "Timer"}]}
+    result = lo.autotune(
+        f"{project}:Small", f"{project}:SmallData", budget="10s", base=base,
+        candidates=["fused", "bf16"], progress=False,
+    )  # fmt: skip
+    assert {trial.verdict for trial in result.trials} <= {
+        "baseline",
+        "accepted",
+        "no gain",
+        "rejected",
+        "too slow",
+    }
+    assert result.facts["pytorch_lightning"] == pytorch_lightning.__version__
+    assert "import pytorch_lightning as L" in result.to_python()
