@@ -102,6 +102,16 @@ def has_several_loaders(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.train_dataloader, (list, tuple, Mapping))
 
 
+def check_single_loader(trainer: pl.Trainer) -> None:
+    """Raise ValueError if there are several training loaders."""
+    loader = trainer.fit_loop._combined_loader
+    if loader is not None and len(loader.flattened) > 1:
+        raise ValueError(
+            f"A batch size is found for one training loader, got {len(loader.flattened)}. "
+            "Put their datasets into one (torch.utils.data.StackDataset, ConcatDataset)."
+        )
+
+
 class LoaderSizes:
     """Intercepts each training loader after Lightning has added its sampler.
 

@@ -13,6 +13,11 @@ import lightning_opt as lo
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*. it was not possible to check"),
+    pytest.mark.filterwarnings("ignore:MicroBatching. each training_step changes len.shapes"),
+]
+
 CLOSE = {"rtol": 0.0, "atol": 1e-6}
 
 

@@ -8,14 +8,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.batching.accumulation.counting import (
+    batches_for,
     count_samples,
     count_with,
     quotient,
@@ -24,22 +21,29 @@ from lightning_opt.batching.accumulation.counting import (
 )
 from lightning_opt.batching.loader_sizes import (
     LoaderSizes,
-    batch_size_of,
     data_ranks,
     has_several_loaders,
 )
+from lightning_opt.batching.split_check import SplitCheck
+from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least, function_named
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import flat_parameter_groups, step_groups
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.trainer.lightning import (
+    DeepSpeedStrategy,
+    GradientAccumulationScheduler,
+    is_param_in_hook_signature,
+)
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 UNITS = ("batches", "samples", "tokens")
+PER_TOKEN = "normalize='tokens'"
 
 
 class Accumulation(RunCallback):
@@ -89,7 +93,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    not_pickled = ("_trainer", "_stack", "_lightning_make_step", "_lightning_make_zero")
+    not_pickled = ("_trainer", "_stack", "_check", "_lightning_make_step", "_lightning_make_zero")
 
     def __init__(
         self,
@@ -119,10 +123,13 @@ class Accumulation(RunCallback):
             check_at_least("effective_batch", effective_batch, 1)
             self.accumulates_by = "effective_batch"
         self._count = function_named("count", count)
+        loss = "mean_over_samples" if count is None else "mean_over_tokens"
+        self._splitter = Splitter(None, loss, self._count)
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
         self._lightning_make_step: Any = None  # set while training
         self._lightning_make_zero: Any = None
+        self._check: SplitCheck | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -164,23 +171,12 @@ class Accumulation(RunCallback):
         return next((batches for first_step, batches in entries if first_step <= step), 1)
 
     def _follow_loader(self, loader: Any) -> None:
-        trainer, size = self._trainer, batch_size_of(loader)
+        trainer = self._trainer
         assert trainer is not None
         assert self.effective_batch is not None
-        if size is None:
-            raise ValueError(
-                "Accumulation(effective_batch=...) needs a DataLoader with a batch size, and "
-                f"{type(loader).__name__} has none. Give schedule=, the number of batches, instead."
-            )
-        samples = size * data_ranks(trainer)
-        batches = max(1, round(self.effective_batch / samples))
-        if batches * samples != self.effective_batch:
-            rank_zero_warn(
-                f"effective_batch={self.effective_batch} is no multiple of the {samples} samples "
-                f"of a batch over all ranks: windows have {batches} batches, which makes "
-                f"{batches * samples} samples."
-            )
-        trainer.accumulate_grad_batches = batches
+        trainer.accumulate_grad_batches = batches_for(
+            self.effective_batch, loader, data_ranks(trainer)
+        )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise for LBFGS."""
@@ -202,6 +198,9 @@ class Accumulation(RunCallback):
             self._is_open = False
         if self._is_open and self.schedule is not None:
             trainer.accumulate_grad_batches = self._length  # of the resumed window
+        self._splitter.several_loaders = has_several_loaders(trainer)
+        if self._count is not None or self.normalize != "batches":
+            self._check = SplitCheck("Accumulation", PER_TOKEN, self._splitter, splits=False)
         self._lightning_make_step = optimization._make_step_fn
         self._lightning_make_zero = optimization._make_zero_grad_fn
         assert self._stack is not None
@@ -220,6 +219,8 @@ class Accumulation(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a window if the last one has ended, and count the batch."""
+        if self._check is not None:
+            self._check.look(trainer, pl_module, batch, batch_idx)
         if not self._is_open or batch_idx - self._start >= self._length:
             self._begin_window(trainer, batch_idx)
         self._earlier_weight, self._evaluated = self._window_weight, False
@@ -228,14 +229,15 @@ class Accumulation(RunCallback):
         elif self.normalize == "batches":
             self._batch_weight = 1.0
         else:
-            self._batch_weight = count_samples(batch, has_several_loaders(trainer))
+            self._batch_weight = count_samples(self._splitter, batch, has_several_loaders(trainer))
         if self._unit == 0.0:  # equal on all ranks; set once per run
             total, world = self._sum_over_ranks(trainer, self._batch_weight)
             self._unit = float(total) / world or 1.0
 
     def _begin_window(self, trainer: pl.Trainer, batch_idx: int) -> None:
         length = trainer.accumulate_grad_batches
-        if self.schedule is not None:
+        # StochasticWeightAveraging's last epoch is one window of its own, without backward passes.
+        if self.schedule is not None and not trainer.fit_loop._skip_backward:
             length = self._batches_at(trainer.global_step)
             trainer.accumulate_grad_batches = length
         if length != self._length and trainer.global_step > 0:
@@ -277,6 +279,8 @@ class Accumulation(RunCallback):
                 f"supports only with one batch per step; this window has {self._length}. Leave "
                 "accumulation out, or use another optimizer."
             )
+        if self._check is not None:
+            self._check.report()
         # A second evaluation must not add the weight again.
         self._window_weight = self._earlier_weight + self._batch_weight
         self._unaveraged += 1
@@ -327,6 +331,7 @@ class Accumulation(RunCallback):
         if self._stack is not None:
             self._stack.close()
         self._stack = self._lightning_make_step = self._lightning_make_zero = None
+        self._check = None
         self._trainer, self._parameters, self._flat = None, [], {}
         self._batch_weight = 1.0
         self._restored_gradients = {}

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_opt.batching.loader_sizes import batch_size_of
+from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least
-from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
+from lightning_opt.core.modules.batches import UnsplittableBatchError
 from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_over
 from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
@@ -28,14 +31,33 @@ def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
     }
 
 
-def count_samples(batch: Any, several: bool) -> float:
+def batches_for(effective_batch: int, loader: Any, ranks: int) -> int:
+    """Return the number of batches that have ``effective_batch`` samples over all ranks."""
+    size = batch_size_of(loader)
+    if size is None:
+        raise ValueError(
+            "Accumulation(effective_batch=...) needs a DataLoader with a batch size, and "
+            f"{type(loader).__name__} has none. Give schedule=, the number of batches, instead."
+        )
+    samples = size * ranks
+    batches = max(1, round(effective_batch / samples))
+    if batches * samples != effective_batch:
+        rank_zero_warn(
+            f"effective_batch={effective_batch} is no multiple of the {samples} samples of a batch "
+            f"over all ranks: windows have {batches} batches, which makes {batches * samples} "
+            "samples."
+        )
+    return batches
+
+
+def count_samples(splitter: Splitter, batch: Any, several: bool) -> float:
     """Return the number of samples; with several loaders, the sum over their batches."""
     batches = [batch]
     if several:  # an exhausted loader has None
         entries = batch.values() if isinstance(batch, Mapping) else batch
         batches = [entry for entry in entries if entry is not None]
     try:
-        return float(sum(batch_length(entry) for entry in batches))
+        return float(sum(splitter.count_samples(entry) for entry in batches))
     except UnsplittableBatchError as error:
         raise UnsplittableBatchError(
             f"Accumulation(normalize='samples') cannot count the samples: {error} Or give "

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_opt.batching.accumulation.counting import sum_over_ranks
-from lightning_opt.core.modules.sharding import local_part
+from lightning_opt.core.modules.sharding import local_part, pending_groups, summed_part
 from lightning_opt.core.numerics.norms import HALVES
 
 
@@ -77,13 +77,16 @@ class GradientAccumulator:
     def _widen(self) -> None:
         for name, parameter in self._named.items():
             gradient = parameter.grad
-            if gradient is None or gradient.dtype not in HALVES:
+            if gradient is None:
                 continue
-            local = local_part(gradient)
+            # A pending sum over ranks is completed here: `average` makes whole gradients.
+            if gradient.dtype not in HALVES and not pending_groups(gradient):
+                continue
+            local = summed_part(gradient)
             if name in self._sums:
                 self._sums[name] += local
             else:
-                self._sums[name] = local.to(self._dtype)
+                self._sums[name] = local.to(torch.promote_types(local.dtype, self._dtype))
             parameter.grad = None
 
     @torch.no_grad()

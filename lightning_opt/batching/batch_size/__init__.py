@@ -1,1 +1,1 @@
-"""Batch sizes: found by trials, and adapted to memory from epoch to epoch."""
+"""Batch sizes found by trials."""

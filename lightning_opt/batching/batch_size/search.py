@@ -1,22 +1,15 @@
-"""Rules for batch sizes: the next size after an epoch, the largest size and the fastest."""
+"""Rules for trials of batch sizes: search for the largest that fits, and for the fastest."""
 
 from __future__ import annotations
 
 import math
 import random
 import statistics
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_opt.core.output.report import Report
-
-SHRINK_FACTOR = 0.8
-"""Factor on a size whose memory peak was too large."""
-
-MAX_BELOW, MAX_ABOVE = 0.1, 0.05
-"""How far the peak may lie below and above the target without a change of size."""
 
 MAX_TRIALS = 12
 """Maximum number of trials in a search for the largest size."""
@@ -28,73 +21,10 @@ FINALISTS_BY_ROUND = (3, 3, 3, 2)
 """How many of the best sizes are timed in each round after the first."""
 
 SIZE_TOLERANCE = 0.03
-"""The search ends if a size that fits is this close, relatively, to a size that does not."""
+"""The search ends if no larger size is left, or only sizes larger by this share."""
 
 SPEED_TOLERANCE = 0.01
 """Sizes whose speeds differ by at most this share count as equally fast."""
-
-
-@dataclass
-class MemoryFit:
-    """The memory peak as a linear function of the batch size, in shares of the limit.
-
-    With one measured size, the line starts at ``baseline``. With several sizes, it is the
-    least-squares fit. If that fit has no positive slope, noise exceeds the slope: the line then
-    also runs from ``baseline`` through the largest size.
-
-    Attributes:
-        points: The latest peak of each measured size.
-        baseline: Memory without a batch, as a share of the limit.
-    """
-
-    points: dict[int, float] = field(default_factory=dict)
-    baseline: float = 0.0
-
-    def add(self, size: int, peak: float, baseline: float | None = None) -> None:
-        self.points[size] = peak
-        if baseline is not None:
-            self.baseline = min(baseline, peak)
-
-    def slope(self) -> float:
-        if len(self.points) > 1:
-            slope, _ = statistics.linear_regression(list(self.points), list(self.points.values()))
-            if slope > 0:
-                return slope
-        size = max(self.points)
-        return (self.points[size] - self.baseline) / size
-
-    def largest(self, share: float) -> int | None:
-        """Return the largest size whose peak stays below ``share``; None if none is known."""
-        if not self.points or self.slope() <= 0:
-            return None
-        # Starts at the largest measured size, to keep the extrapolation short.
-        size = max(self.points)
-        return max(0, int(size + (share - self.points[size]) / self.slope() + 1e-9))
-
-
-def next_size(
-    size: int, peak: float, fit: MemoryFit, allowed: Sequence[int], *, target: float, grow: float
-) -> int:
-    """Return the size for the next epoch, one of ``allowed``, which is in ascending order.
-
-    The size stays if the peak lies from ``MAX_BELOW`` under the target to ``MAX_ABOVE`` over it.
-    Under that range, the size grows by ``grow``, but not above the size for which the fit predicts
-    ``target``. Over that range, it becomes ``SHRINK_FACTOR`` times itself or the predicted size,
-    whichever is smaller.
-    """
-    predicted = fit.largest(target)
-    if peak > min(1.0, target + MAX_ABOVE):
-        wanted = min(int(size * SHRINK_FACTOR), size - 1)
-        return _down_to(allowed, wanted if predicted is None else min(wanted, predicted))
-    if peak >= target - MAX_BELOW:
-        return size
-    larger = allowed[bisect_right(allowed, size) :]
-    wanted = max([int(size * grow), *larger[:1]])
-    return max(size, _down_to(allowed, wanted if predicted is None else min(wanted, predicted)))
-
-
-def _down_to(allowed: Sequence[int], wanted: int) -> int:
-    return allowed[max(0, bisect_right(allowed, wanted) - 1)]
 
 
 @dataclass(frozen=True)
@@ -162,32 +92,90 @@ class FoundSizes:
         return Report("Batch sizes", rows, notes)
 
 
-def search(run: Callable[[int], Trial], initial: int, most: int, *, target: float) -> FoundSizes:
-    """Search for the largest size that fits.
+def any_size(size: int) -> int:
+    return size
+
+
+def find_largest(
+    run: Callable[[int], Trial],
+    initial: int,
+    most: int,
+    *,
+    target: float,
+    allowed: Callable[[int], int] = any_size,
+) -> tuple[int, list[Trial]]:
+    """Return the largest size that fits, 0 if none does, and all trials.
 
     The first two sizes give the memory per sample. A line through all peaks then predicts the
     largest size, and the next trials approach it from both sides. If no limit is known, nothing is
     predicted: sizes double until one fails, and then the gap is halved.
+
+    Args:
+        run: Tries a size.
+        initial: The first size to try.
+        most: The largest size to try.
+        target: The share of memory to use.
+        allowed: Returns the largest allowed size up to the given one.
     """
     trials: dict[int, Trial] = {}
-    fit = MemoryFit()
     fitting, failing = 0, most + 1
     size = max(1, min(initial, most))
     while len(trials) < MAX_TRIALS:
         trial = trials[size] = run(size)
-        if trial.peak is not None:
-            fit.add(size, trial.peak, trial.baseline)
         if trial.fits:
             fitting = max(fitting, size)
         else:
             failing = min(failing, size)
-        if failing - fitting <= 1 or fitting >= (1 - SIZE_TOLERANCE) * failing:
+        largest_left = allowed(failing - 1)
+        if largest_left * (1 - SIZE_TOLERANCE) <= allowed(fitting):
             break
-        size = _next_trial_size(fitting, failing, most, fit, target)
-    return FoundSizes(initial, fitting, 0, list(trials.values()))
+        size = allowed(_next_size(fitting, failing, most, trials, target))
+        if size <= fitting:
+            size = largest_left
+    return allowed(fitting), list(trials.values())
 
 
-def find_fastest(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
+def _next_size(
+    fitting: int, failing: int, most: int, trials: Mapping[int, Trial], target: float
+) -> int:
+    """Return a size between the largest that fits and the smallest that does not."""
+    peaks = {trial.size: trial.peak for trial in trials.values() if trial.peak is not None}
+    predicted = None
+    if len(peaks) > 1 or (peaks and failing <= most):
+        predicted = _predict(peaks, min(trials[size].baseline for size in peaks), target)
+    has_failed = failing <= most
+    if predicted is not None and not (has_failed and predicted > 1.1 * failing):
+        size = max(predicted, math.ceil(fitting / (1 - SIZE_TOLERANCE)))
+        if has_failed:
+            size = min(size, math.ceil(failing * (1 - SIZE_TOLERANCE)))
+        size = min(size, most, 16 * max(peaks))  # because few points predict poorly
+    elif has_failed:  # without a line, or with one that misses a limit
+        size = math.isqrt(fitting * failing) if fitting else failing // 4
+    else:
+        size = min(most, 2 * fitting)
+    return size if fitting < size < failing else (fitting + failing) // 2
+
+
+def _predict(peaks: Mapping[int, float], baseline: float, target: float) -> int | None:
+    """Return the size at which a line through the peaks reaches ``target``; None if none does.
+
+    If the fitted line does not rise, noise exceeds its slope. The line then runs from ``baseline``
+    through the peak of the largest size, as it does for a single peak.
+    """
+    largest, slope = max(peaks), 0.0
+    if len(peaks) > 1:
+        slope, _ = statistics.linear_regression(list(peaks), list(peaks.values()))
+    if slope <= 0:
+        slope = (peaks[largest] - baseline) / largest
+    if slope <= 0:
+        return None
+    # Starts at the largest measured size, to keep the extrapolation short.
+    return max(0, int(largest + (target - peaks[largest]) / slope + 1e-9))
+
+
+def find_fastest(
+    run: Callable[[int], Trial], largest: int, allowed: Callable[[int], int] = any_size
+) -> tuple[int, list[Trial]]:
     """Return the size with the most samples per second, and one trial per size with its mean speed.
 
     The first round times the largest size, its half, its quarter and so on. It ends at a size that
@@ -203,14 +191,14 @@ def find_fastest(run: Callable[[int], Trial], largest: int) -> tuple[int, list[T
     def speed(size: int) -> float:
         return statistics.fmean(trial.speed for trial in trials[size])
 
-    # Excludes size 1: BatchNorm cannot train on one sample.
-    for halvings in range(max(1, largest.bit_length() - 1)):
-        size = largest >> halvings
-        trials[size] = [run(size)]
-        if speed(size) < MIN_SPEED_SHARE * max(map(speed, trials)):
-            break
+    halves = [allowed(largest >> halvings) for halvings in range(largest.bit_length())]
+    for size in dict.fromkeys(halves):
+        if size > 1 or largest == 1:  # BatchNorm cannot train on one sample
+            trials[size] = [run(size)]
+            if speed(size) < MIN_SPEED_SHARE * max(map(speed, trials)):
+                break
     best = max(trials, key=speed)
-    for neighbour in (round(best / math.sqrt(2)), round(best * math.sqrt(2))):
+    for neighbour in (allowed(round(best / math.sqrt(2))), allowed(round(best * math.sqrt(2)))):
         if 1 < neighbour <= largest and neighbour not in trials:
             trials[neighbour] = [run(neighbour)]
     finalists = list(trials)
@@ -224,21 +212,3 @@ def find_fastest(run: Callable[[int], Trial], largest: int) -> tuple[int, list[T
     best_speed = max(map(speed, finalists))
     fastest = min(size for size in finalists if speed(size) >= (1 - SPEED_TOLERANCE) * best_speed)
     return fastest, [replace(runs[-1], speed=speed(size)) for size, runs in trials.items()]
-
-
-def _next_trial_size(fitting: int, failing: int, most: int, fit: MemoryFit, target: float) -> int:
-    """Return a size between the largest that fits and the smallest that does not."""
-    predicted = fit.largest(target) if len(fit.points) > 1 or failing <= most else None
-    if predicted is None:
-        if failing <= most and fitting:
-            return min(failing - 1, max(fitting + 1, math.isqrt(fitting * failing)))
-        return max(1, failing // 4) if failing <= most else min(most, 2 * fitting)
-    if predicted <= fitting:  # the prediction was too low: the limit is probably close
-        return min(failing - 1, max(fitting + 1, math.ceil(fitting / (1 - SIZE_TOLERANCE))))
-    just_below = math.ceil(failing * (1 - SIZE_TOLERANCE))
-    if failing <= most and predicted > 1.1 * failing:  # the prediction missed a limit
-        return max(fitting + 1, math.isqrt(max(1, fitting) * failing))
-    if failing <= most and predicted >= just_below:  # the prediction is slightly high
-        return just_below if fitting < just_below < failing else (fitting + failing) // 2
-    # At most 16 times the largest measured size, because few points predict poorly.
-    return min(predicted, most, 16 * max(fit.points))

@@ -1,66 +1,208 @@
-"""Trials of batch sizes on the user's Trainer, without side effects."""
+"""Trials of batch sizes: a few steps of a copy of the model on the user's Trainer."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch import callbacks as lightnings
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import _TunerExitException
-from lightning.pytorch.utilities.seed import isolate_rng
+import torch
+from lightning_utilities.core import rank_zero
 from torch import nn
+from torch.utils.data import BatchSampler
 
-from lightning_opt.batching.batch_size.probe import (
-    MEMORY_TRIAL,
-    TIMED_TRIAL,
-    RankOutOfMemoryError,
-    TrialCallback,
-    TrialLength,
+from lightning_opt.batching.batch_size.copies import callbacks_to_try, copy_or_share
+from lightning_opt.batching.batch_size.search import (
+    FoundSizes,
+    Trial,
+    any_size,
+    find_fastest,
+    find_largest,
 )
-from lightning_opt.batching.batch_size.search import FoundSizes, Trial, find_fastest, search
-from lightning_opt.core.arguments import check_one_of, function_named
+from lightning_opt.batching.loader_sizes import (
+    LoaderSizes,
+    check_loader,
+    check_single_loader,
+    samples_of,
+    set_batch_size,
+)
+from lightning_opt.batching.peaks import LimitMeter, Peak
 from lightning_opt.core.measure.exhaustion import (
     CAUGHT,
     free_unused,
     is_out_of_memory,
     recover_memory,
 )
+from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.trainer.lightning import (
+    BaseCallback,
+    DDPStrategy,
+    ParallelStrategy,
+    isolate_rng,
+    package_of,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
-EXCLUDED = (
-    lightnings.BatchSizeFinder,
-    lightnings.Checkpoint,
-    lightnings.EarlyStopping,
-    lightnings.LearningRateFinder,
-    lightnings.LearningRateMonitor,
-    lightnings.ModelSummary,
-    lightnings.ProgressBar,
-    lightnings.Timer,
-)
-"""Lightning's callbacks that save files, stop or time training, or print. They use no memory."""
+MEMORY_TRIAL, TIMED_TRIAL = (4, 0.3, 30), (6, 0.5, 2000)
+"""Minimum number of steps, minimum of timed seconds on a single process, maximum number of steps.
+
+The first step creates the optimizer's state and is not timed.
+"""
+
+
+class TrialEnd(BaseException):
+    """Ends a trial on all ranks. Not an ``Exception``, so that user code does not catch it."""
+
+
+class TrialCallback(BaseCallback):
+    """Sets the batch size, measures time and memory, and ends the trial.
+
+    Attributes:
+        loader_size: The batch size of the user's loader.
+        samples: Number of samples of the loader on this rank.
+        peak: The memory peak; None if memory ran out.
+    """
+
+    def __init__(
+        self,
+        size: int | None,
+        length: tuple[int, float, int],
+        budget_mb: float | None,
+        worst_batch: Callable[[int], Any] | None,
+    ) -> None:
+        self.size, self.length = size, length
+        self.budget_mb, self.worst_batch = budget_mb, worst_batch
+        self.loader_size = self.samples = 0
+        self.stack = ExitStack()
+        self.peak: Peak | None = None
+        self._has_short_batches = False
+        self._seconds: list[float] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.stack.callback(LoaderSizes(trainer, self._set_size).close)
+
+    def _set_size(self, loader: Any) -> None:
+        self.loader_size = check_loader(loader)
+        for part in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                self.stack.callback(generator.set_state, generator.get_state())
+        samples = samples_of(loader)
+        self.samples = 10**9 if samples is None else samples
+        self.size = min(self.size or self.loader_size, self.samples)
+        if self.size != self.loader_size:
+            set_batch_size(loader, self.size)
+        sampler = loader.batch_sampler
+        self._has_short_batches = type(sampler) is not BatchSampler
+        if not self._has_short_batches:  # BatchNorm raises for a last batch of one sample
+            self.stack.enter_context(replaced(sampler, drop_last=True))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_single_loader(trainer)
+        strategy, plugin, loop = trainer.strategy, trainer.precision_plugin, trainer.fit_loop
+        self.device, self.ranks = strategy.root_device, trainer.world_size
+        # configure_optimizers has seen the user's limits, which must not end the trial.
+        loop.max_epochs, loop.epoch_loop.max_steps = self.length[2], -1
+        for config in trainer.lr_scheduler_configs:
+            vars(config.scheduler)["step"] = do_nothing  # under manual optimisation
+        convert, log_value = plugin.convert_input, pl_module.log
+
+        def convert_input(batch: Any) -> Any:  # the first function that receives a batch
+            return convert(batch if self.worst_batch is None else self.worst_batch(self.size or 1))
+
+        def log_locally(*args: Any, **kwargs: Any) -> None:
+            log_value(*args, **{**kwargs, "sync_dist": False})
+
+        step = self._end_on_all_ranks(strategy.training_step, always=False)
+        backward = self._end_on_all_ranks(pl_module.backward)
+        self.stack.enter_context(replaced(strategy, training_step=step))
+        self.stack.enter_context(replaced(pl_module, backward=backward, log=log_locally))
+        self.stack.enter_context(replaced(plugin, convert_input=convert_input))
+        for part in (loop.epoch_loop.automatic_optimization, loop.epoch_loop.manual_optimization):
+            self.stack.enter_context(replaced(part, run=self._end_on_all_ranks(part.run)))
+        if isinstance(strategy, ParallelStrategy):
+            # Without reduction, no rank waits for a rank that has run out of memory.
+            self.stack.enter_context(strategy.block_backward_sync())
+        self.meter = LimitMeter(self.device, self.budget_mb)
+        self.meter.start()
+        self.clock = StepClock(self.device)
+
+    def _end_on_all_ranks(self, function: Any, always: bool = True) -> Any:
+        """Return a function that ends the trial on all ranks if one of them runs out of memory.
+
+        Ranks exchange failures in an all-reduce after the function. With ``always=False`` only a
+        failed rank calls it here: it pairs with the next all-reduce of the other ranks.
+        """
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            result, ran_out = None, False
+            try:
+                result = function(*args, **kwargs)
+            except CAUGHT as error:
+                if not is_out_of_memory(error):
+                    raise
+                ran_out = True
+            if (always or ran_out) and self.ranks > 1:
+                ran_out = bool(largest_over_ranks([ran_out], self.device)[0])
+            if ran_out:
+                raise TrialEnd
+            return result
+
+        return guarded
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        wait_for(self.device)
+        self.clock.start()
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
+    ) -> None:
+        self.meter.sample()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        wait_for(self.device)
+        is_short = self._has_short_batches and trainer.is_last_batch and batch_idx > 0
+        self.clock.stop(keep=not is_short)
+        self._seconds += self.clock.read(wait=True)
+        steps, (min_steps, min_seconds, max_steps) = len(self._seconds), self.length
+        # Several ranks count steps only, so that all end at the same step.
+        timed = self.ranks > 1 or sum(self._seconds[1:]) >= min_seconds or steps >= max_steps
+        if steps >= min_steps and timed:
+            self.peak = self.meter.read()
+            raise TrialEnd
+
+    def speed(self) -> float:
+        timed = self._seconds[1:]
+        return len(timed) * (self.size or 1) / sum(timed)
 
 
 class Trials:
-    """Runs a few steps of a copy of the module on its Trainer, within ``Callback.setup``.
+    """Runs trials on the Trainer within ``Callback.setup``, without side effects.
 
-    Copies of the callbacks run too, so that their memory counts, except the callbacks in
-    ``EXCLUDED``. Loggers and the Trainer's fit loop are replaced during a trial.
+    Args:
+        trainer: The Trainer, which is about to fit ``module``.
+        module: The model. Each trial trains a copy.
+        callbacks: The user's. Copies of this library's and of those in ``AVERAGING`` run in a
+            trial, so that their memory counts. Others might write, so they do not run.
+        target: Share of the limit that a size may take.
+        budget_mb: An additional limit on the memory of this process on its device.
+        worst_batch: A function from a number of samples to the batch that measures memory.
 
     Raises:
         ValueError: On several ranks, under strategies with collectives in forward or backward
@@ -71,37 +213,25 @@ class Trials:
         self,
         trainer: pl.Trainer,
         module: pl.LightningModule,
+        callbacks: Iterable[pl.Callback],
         target: float,
         budget_mb: float | None,
-        excluded: Callback,
         worst_batch: Callable[[int], Any] | None = None,
     ) -> None:
+        _check_strategy(trainer, module)
         self._trainer, self._module = trainer, module
         self._target, self._budget, self._worst_batch = target, budget_mb, worst_batch
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._callbacks = [
-            callback
-            for callback in callbacks
-            if callback is not excluded and not isinstance(callback, EXCLUDED)
-        ]
-        self._initial = self._samples = 0
-        strategy = type(trainer.strategy).__name__
-        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-            strategy = "SyncBatchNorm"
-        elif not module.automatic_optimization:
-            strategy += " and manual optimisation"
-        elif isinstance(trainer.strategy, DDPStrategy):
-            strategy = ""
-        if trainer.world_size > 1 and strategy:
-            raise ValueError(
-                f"Batch sizes cannot be tried out under {strategy} with several ranks: ranks wait "
-                "for each other within forward and backward passes, so a rank that runs out of "
-                "memory would leave the others waiting. Find the size with strategy='ddp' or "
-                "devices=1, or leave find out: DynamicBatchSize grows from epoch to epoch without "
-                "running out."
-            )
+        self._callbacks = callbacks_to_try(callbacks)
+        self._shared = [trainer, trainer.strategy, getattr(trainer, "datamodule", None)]
+        self.initial = self._samples = 0
 
-    def find(self, mode: str, max_size: int | None) -> FoundSizes:
+    def find(
+        self, mode: str, max_size: int | None, allowed: Callable[[int], int] = any_size
+    ) -> FoundSizes:
+        """Search for the largest size, and for the fastest if ``mode`` says so.
+
+        ``allowed`` returns the largest allowed size up to the given one. It may read ``initial``.
+        """
         with ExitStack() as stack:
             if not gc.get_freeze_count():  # otherwise each collection visits all imported objects
                 gc.collect()
@@ -114,71 +244,78 @@ class Trials:
                 log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
                 return trial
 
-            most = max(1, min(max_size or self._samples, self._samples))
-            sizes = search(run, first.size, most, target=self._target)
-            sizes.initial = self._initial
-            if mode == "fastest" and sizes.largest:
-                sizes.fastest, timed = find_fastest(
-                    lambda size: self.run(size, TIMED_TRIAL), sizes.largest
-                )
-                by_size = {trial.size: trial for trial in (*sizes.trials, *timed)}
-                sizes.trials = list(by_size.values())
-        return sizes
+            most = allowed(max(1, min(max_size or self._samples, self._samples)))
+            largest, trials = find_largest(
+                run, first.size, most, target=self._target, allowed=allowed
+            )
+            if mode != "fastest" or not largest:
+                return FoundSizes(self.initial, largest, 0, trials)
+            fastest, timed = find_fastest(
+                lambda size: self.run(size, TIMED_TRIAL), largest, allowed
+            )
+            by_size = {trial.size: trial for trial in (*trials, *timed)}
+            return FoundSizes(self.initial, largest, fastest, list(by_size.values()))
 
-    def run(self, size: int | None, length: TrialLength = MEMORY_TRIAL) -> Trial:
+    def run(self, size: int | None, length: tuple[int, float, int] = MEMORY_TRIAL) -> Trial:
         trainer, device = self._trainer, self._trainer.strategy.root_device
         free_unused(device)
-        probe = TrialCallback(
-            size, self._budget, length, self._worst_batch if length is MEMORY_TRIAL else None
-        )
-        fits = True
+        worst_batch = self._worst_batch if length is MEMORY_TRIAL else None
+        probe = TrialCallback(size, length, self._budget, worst_batch)
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
-            lightning_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+            lightning_log = rank_zero.log
             stack.callback(lightning_log.setLevel, lightning_log.level)
-            lightning_log.setLevel(logging.WARNING)  # no "Trainer.fit stopped" after each trial
+            lightning_log.setLevel(logging.WARNING)  # not the same advice after each trial
             model = self._swap(stack, probe)
             try:
                 trainer._run(model)
-            except RankOutOfMemoryError:
-                fits = False
+                raise ValueError(
+                    f"A trial with batch size {probe.size} ended by itself: the loader has no "
+                    "batches, or the model has stopped the training."
+                )
+            except TrialEnd:
+                pass
             except CAUGHT as error:
                 if not is_out_of_memory(error) or trainer.world_size > 1:
                     raise
-                fits = False
-            if not fits:
-                self._clean_up()
-        (free_unused if fits else recover_memory)(device)
-        self._initial, self._samples = probe.loader_size or self._initial, probe.samples
-        size = probe.size or 0
-        if not fits or probe.peak is None:
-            return Trial(size, False, None, 0.0, 0.0)
+            finally:  # as Lightning does after an exception
+                for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                    callback.on_exception(trainer, model, TrialEnd())
+                trainer._teardown()
+        (free_unused if probe.peak is not None else recover_memory)(device)
+        self.initial, self._samples = probe.loader_size or self.initial, probe.samples
+        if probe.peak is None:
+            return Trial(probe.size or 0, False, None, 0.0, 0.0)
         values = [probe.peak.share, probe.peak.current, -probe.speed(), -float(probe.samples)]
         if trainer.world_size > 1:
             values = largest_over_ranks(values, device)
         peak, baseline, negative_speed, negative_samples = values
         self._samples = -int(negative_samples)
-        return Trial(size, peak <= self._target, peak, baseline, -negative_speed)
+        return Trial(probe.size or 0, peak <= self._target, peak, baseline, -negative_speed)
 
     def _swap(self, stack: ExitStack, probe: TrialCallback) -> pl.LightningModule:
         """Replace what a run changes until ``stack`` is closed. Return the copy of the module."""
-        trainer, module, max_steps = self._trainer, self._module, probe.length.max_steps
-        state, strategy = trainer.state, trainer.strategy
-        datamodule = getattr(trainer, "datamodule", None)
-        not_copied = (trainer, strategy, datamodule)
-        memo = {id(item): item for item in not_copied if item is not None}
-        model, callbacks = copy.deepcopy((module, self._callbacks), memo)
+        trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
+        model: pl.LightningModule
+        model, callbacks = copy_or_share((module, self._callbacks), self._shared)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
+        # No metrics of a validation exist in a trial, and checkpoints must not be saved.
+        vars(model).update(on_train_epoch_end=do_nothing, configure_callbacks=do_nothing)
         stack.callback(probe.stack.close)
 
-        loop = _FitLoop(trainer, max_epochs=max_steps)
-        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=max_steps)
-        loop._data_source = copy.copy(trainer.fit_loop._data_source)
+        old_loop = trainer.fit_loop
+        package = package_of(trainer)
+        loop = package.loops.fit_loop._FitLoop(trainer, max_epochs=old_loop.max_epochs)
+        loop.epoch_loop = package.loops.training_epoch_loop._TrainingEpochLoop(
+            trainer, max_steps=old_loop.max_steps
+        )
+        loop.epoch_loop.update_lr_schedulers = do_nothing
+        validation = old_loop.epoch_loop.val_loop
+        loop.epoch_loop.val_loop._data_source = copy.copy(validation._data_source)
+        loop._data_source = copy.copy(old_loop._data_source)
         if loop._data_source.instance is module:
             loop._data_source.instance = model
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        loop.epoch_loop.val_loop._data_source = copy.copy(validation._data_source)
-        for owner in (state, trainer._logger_connector):
+        for owner in (trainer.state, trainer._logger_connector):
             stack.callback(vars(owner).update, dict(vars(owner)))
         stack.callback(strategy.connect, module)
         stack.callback(vars(strategy).update, dict(vars(strategy)))
@@ -187,113 +324,37 @@ class Trials:
                 trainer,
                 fit_loop=loop,
                 callbacks=[probe, *callbacks],
-                _loggers=[DummyLogger()] if trainer.loggers else [],
-                profiler=PassThroughProfiler(),
+                _loggers=[package.loggers.logger.DummyLogger()] if trainer.loggers else [],
+                profiler=package.profilers.PassThroughProfiler(),
                 limit_train_batches=1.0,
                 limit_val_batches=0,
-                num_sanity_val_steps=0,
                 accumulate_grad_batches=1,
                 reload_dataloaders_every_n_epochs=0,
                 should_stop=False,
-                enable_autolog_hparams=False,
-                val_check_interval=1.0,
                 log_every_n_steps=1,
             )
         )
         stack.enter_context(replaced(trainer._data_connector, prepare_data=do_nothing))
+        datamodule = getattr(trainer, "datamodule", None)
         if datamodule is not None:
-            hooks = dict.fromkeys(("setup", "teardown", "on_exception"), do_nothing)
-            stack.enter_context(replaced(datamodule, **hooks))
+            stack.enter_context(replaced(datamodule, setup=do_nothing, teardown=do_nothing))
         strategy.connect(model)
         return model
 
-    def _clean_up(self) -> None:
-        """Do what Lightning does after an exception, because the trial caught it."""
-        trainer = self._trainer
-        error = MemoryError("Out of memory in a trial.")
-        module = trainer.strategy.lightning_module
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            callback.on_exception(trainer, module, error)
-        trainer.strategy.on_exception(error)
-        trainer._teardown()
 
-
-class SearchCallback(Callback):
-    """Searches in ``setup``, then ends ``fit`` before training."""
-
-    def __init__(self, mode: str, max_size: int | None, *settings: Any) -> None:
-        self.mode, self.max_size, self.settings = mode, max_size, settings
-        self.found: FoundSizes | None = None
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        target, budget_mb, worst_batch = self.settings
-        trials = Trials(trainer, pl_module, target, budget_mb, self, worst_batch)
-        self.found = trials.find(self.mode, self.max_size)
-        raise _TunerExitException
-
-
-def find_batch_size(
-    trainer: pl.Trainer,
-    model: pl.LightningModule,
-    train_dataloaders: Any = None,
-    datamodule: pl.LightningDataModule | None = None,
-    mode: str = "largest",
-    target: float = 0.9,
-    max_size: int | None = None,
-    budget_mb: float | None = None,
-    worst_batch: Callable[[int], Any] | str | None = None,
-) -> FoundSizes:
-    """Find the largest batch size that fits into memory, or the fastest size.
-
-    Each trial runs a few steps of a copy of the model, with the Trainer's strategy and precision
-    and copies of its callbacks, so that their memory counts. Model, optimizers, random state,
-    loaders, loggers and checkpoints stay unchanged. Under DDP all ranks find the same size.
-
-    Args:
-        trainer: The Trainer, before its ``fit``.
-        model: As for ``fit``.
-        train_dataloaders: As for ``fit``.
-        datamodule: As for ``fit``.
-        mode: ``"largest"``, or ``"fastest"`` for the size with the most samples per second, which
-            is often smaller. It times the largest size, its half, its quarter and so on, then the
-            neighbours of the best size. Times include loading and copying of batches.
-        target: Share of the nearest memory limit that a size may take; 1 for all of it.
-        max_size: The largest size to try; None for the number of samples.
-        budget_mb: An additional limit on the memory of this process on its device.
-        worst_batch: A function, or its import path, that takes a number of samples and returns the
-            batch of that size that needs the most memory, such as the longest sequences, in the
-            form in which the loader returns batches. It is used to measure memory, not time. None
-            for the loader's batches.
-
-    Returns:
-        The largest and the fastest size, and all trials; ``report()`` returns a table of them.
-
-    Raises:
-        ValueError: On several ranks, under strategies with collectives in forward or backward
-            passes (FSDP, tensor parallelism); for loaders whose batch size cannot be changed; for
-            an unknown ``mode``.
-
-    Example:
-        >>> import lightning as L
-        >>> import lightning_opt as lo
-        >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-        >>> trainer = L.Trainer(
-        ...     accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, **quiet
-        ... )
-        >>> found = lo.find_batch_size(trainer, BoringModel())
-        >>> found.largest  # all samples
-        64
-    """
-    check_one_of("mode", mode, ("largest", "fastest"))
-    function = function_named("worst_batch", worst_batch)
-    search_callback = SearchCallback(mode, max_size, target, budget_mb, function)
-    with replaced(trainer, callbacks=[search_callback, *trainer.callbacks]):  # type: ignore[attr-defined]
-        trainer.fit(model, train_dataloaders, datamodule=datamodule)
-    if search_callback.found is None:
-        raise ValueError(
-            f"The search ran in processes that {type(trainer.strategy).__name__} started and that "
-            "have ended. Use a strategy that does not start them with spawn or fork, or "
-            "DynamicBatchSize(find=True), which searches where it trains."
-        )
-    return search_callback.found
+def _check_strategy(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    if trainer.world_size == 1:
+        return
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        reason = "SyncBatchNorm"
+    elif not module.automatic_optimization:
+        reason = f"{type(trainer.strategy).__name__} and manual optimisation"
+    elif not isinstance(trainer.strategy, DDPStrategy):
+        reason = type(trainer.strategy).__name__
+    else:
+        return
+    raise ValueError(
+        f"Batch sizes cannot be tried out under {reason} with several ranks: ranks wait for each "
+        "other within forward and backward passes, so a rank that runs out of memory would leave "
+        "the others waiting. Find the size with strategy='ddp' or devices=1."
+    )

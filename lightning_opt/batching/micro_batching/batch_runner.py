@@ -9,10 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.loops.optimization.closure import AbstractClosure
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,9 +28,11 @@ from lightning_opt.batching.micro_batching.rollback import (
     HookGuard,
 )
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes, pattern_of
-from lightning_opt.batching.micro_batching.splitting import Pieces, SplitCheck, Splitter
+from lightning_opt.batching.split_check import SplitCheck
+from lightning_opt.batching.splitting import Pieces, Splitter
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.batches import (
+    ADVICE,
     UnsplittableBatchError,
     copy_containers,
     shape_of,
@@ -41,11 +40,19 @@ from lightning_opt.core.modules.batches import (
 )
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.preserve import CannotUndoError, StepState
+from lightning_opt.trainer.lightning import (
+    AbstractClosure,
+    Closure,
+    ClosureResult,
+    package_of,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
+
+PER_TOKEN = "loss='mean_over_tokens'"
 
 
 class BatchRunner(AbstractClosure[ClosureResult]):
@@ -63,20 +70,20 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         trainer: pl.Trainer,
         module: pl.LightningModule,
         splitter: Splitter,
-        check: SplitCheck,
         sizes: int | LearnedSizes | PlannedSizes,
         ranks: Ranks,
         stack: ExitStack,
     ) -> None:
         super().__init__()
         self._trainer, self._module = trainer, module
-        self._splitter, self._check = splitter, check
+        self._splitter = splitter
+        self._check = SplitCheck("MicroBatching", PER_TOKEN, splitter, splits=True)
         self._sizes, self._ranks = sizes, ranks
         self._device = trainer.strategy.root_device
         self._parameters: list[nn.Parameter] = list(module.parameters())
         self._state = StepState(module, self._device) if isinstance(sizes, LearnedSizes) else None
         self._hooks = HookGuard(trainer, module, stack)
-        self._logs = LogRecorder(module, check.sums)
+        self._logs = LogRecorder(module, self._check.sums)
         self._warned = False
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_step = self._optimization._optimizer_step
@@ -117,14 +124,21 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._gradients: HeldGradients | None = None
         self._is_zeroed = self._has_gradient = self._is_finished = False
         batch = self._kwargs["batch"]
-        parts = self._first_parts(batch)
-        largest_part = self._describe_largest_part(batch, parts)
+        # `training_step` may remove entries from the batch, and a retry needs them.
+        original = self._batch = copy_containers(batch)
+        self._samples: int | None = None
+        self._reading_error = ""
+        parts = self._first_parts()
+        size = self._sizes if isinstance(self._sizes, int) else None
+        if parts > 1 or size is None:
+            index = self._kwargs.get("batch_idx", 0)
+            self._check.look(self._trainer, self._module, batch, index, size)
+        largest_part = self._describe_largest_part(parts)
         self._ranks.begin_batch(largest_part)
         if self._state is not None:
+            self._state.parameters_change = self._check.parameters_change
             self._state.take()
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
-        # `training_step` may remove entries from the batch, and a retry needs them.
-        original = copy_containers(batch)
         result: ClosureResult | None = None
         try:
             while result is None:
@@ -146,8 +160,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                     # Outside `except`: its traceback would hold the memory that must be freed.
                     pieces = []
                     self._roll_back(versions, problem)
-                    parts = self._next_parts(original, failed, parts, problem)
-                    largest_part = self._describe_largest_part(original, parts)
+                    parts = self._next_parts(failed, parts, problem)
+                    largest_part = self._describe_largest_part(parts)
                     batch = copy_containers(original)
         finally:
             if self._gradients is not None:
@@ -159,6 +173,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._ranks.record_success(largest_part)
         if not isinstance(self._sizes, int):
             self._sizes.record_success(self._trainer.global_step)
+        self._check.report()
         return result
 
     def _can_retry(self, error: BaseException) -> bool:
@@ -170,75 +185,61 @@ class BatchRunner(AbstractClosure[ClosureResult]):
 
     # --- how many parts -------------------------------------------------------------------------
 
-    def _first_parts(self, batch: Any) -> int:
-        if isinstance(self._sizes, int):
-            parts = -(-self._count_samples(batch) // self._sizes)
-            return self._agree(batch, parts)
+    def _first_parts(self) -> int:
         if isinstance(self._sizes, LearnedSizes) and not self._sizes.shapes:
             return 1  # nothing was learned on any rank
-        shape, elements = shape_of(batch)
-        size = self._sizes.size_for(shape, elements)
-        parts = 1 if size is None else -(-self._count_samples(batch) // size)
-        parts = self._agree(batch, parts)
-        if isinstance(self._sizes, PlannedSizes):
-            samples = self._count_samples(batch)
-            step = self._trainer.global_step
-            self._sizes.begin(step, shape, elements, samples, -(-samples // parts))
+        shape, elements = shape_of(self._batch)
+        known = self._sizes
+        size = known if isinstance(known, int) else known.size_for(shape, elements)
+        parts = 1 if size is None else -(-self._count_samples() // size)
+        parts = self._ranks.agree_on_parts(parts, self._count_samples)
+        if isinstance(known, PlannedSizes):
+            samples = self._count_samples()
+            known.begin(self._trainer.global_step, shape, elements, samples, -(-samples // parts))
         return parts
 
-    def _agree(self, batch: Any, parts: int) -> int:
-        """Return the number of parts for all ranks, and check the split."""
-        parts = self._ranks.agree_on_parts(parts, partial(self._count_samples, batch))
-        if parts > 1:
-            self._check.check(self._trainer, self._module, batch, parts)
-        return parts
+    def _count_samples(self) -> int:
+        """Return the number of samples; 1 for a batch that has to run whole."""
+        if self._samples is None:
+            try:
+                self._samples = self._splitter.count_samples(self._batch)
+            except UnsplittableBatchError as error:
+                several = has_several_loaders(self._trainer)
+                if not several and not isinstance(self._sizes, LearnedSizes):
+                    raise
+                self._samples, self._reading_error = 1, str(error)
+                if several and not self._warned:
+                    self._warned = True
+                    rank_zero_warn(f"MicroBatching runs a batch of several loaders whole. {error}")
+        return self._samples
 
-    def _count_samples(self, batch: Any) -> int:
-        """Return the number of samples; 1 for several loaders with different numbers."""
-        try:
-            return self._splitter.count_samples(batch)
-        except UnsplittableBatchError as error:
-            if not has_several_loaders(self._trainer):
-                raise
-            if not self._warned:
-                self._warned = True
-                rank_zero_warn(f"MicroBatching runs a batch of several loaders whole. {error}")
-            return 1
-
-    def _describe_largest_part(self, batch: Any, parts: int) -> tuple[str, int, int] | None:
+    def _describe_largest_part(self, parts: int) -> tuple[str, int, int] | None:
         """Return the largest part's shape pattern, elements per sample and samples, under DDP."""
         if not self._ranks.reduces:
             return None
-        shape, elements = shape_of(batch)
-        try:
-            return pattern_of(shape), elements, -(-self._count_samples(batch) // parts)
-        except UnsplittableBatchError:
-            return None
+        shape, elements = shape_of(self._batch)
+        samples = -(-self._count_samples() // parts)
+        return None if self._reading_error else (pattern_of(shape), elements, samples)
 
-    def _next_parts(self, batch: Any, failed: int, parts: int, problem: str) -> int:
+    def _next_parts(self, failed: int, parts: int, problem: str) -> int:
         """Record the failures of all ranks, and return the number of parts of the next attempt.
 
         Args:
-            batch: The whole batch.
             failed: Samples of the largest micro-batch that failed; 0 for the whole batch.
             parts: The number of parts that failed.
             problem: The allocator's message; empty if only another rank failed.
 
         Raises:
             MemoryError: If a rank has no smaller micro-batch to try.
+            UnsplittableBatchError: If the batch of this rank cannot be split.
         """
         assert isinstance(self._sizes, LearnedSizes)
         failure_here: dict[str, Any] | None = None
-        unsplittable: UnsplittableBatchError | None = None
-        samples = 1
+        shape, elements = shape_of(self._batch)
+        samples = self._count_samples()
         if problem:
-            shape, elements = shape_of(batch)
-            final_error = ""
-            try:
-                samples = self._splitter.count_samples(batch)
-            except UnsplittableBatchError as error:
-                unsplittable, final_error = error, str(error)
             failed = failed or samples
+            final_error = self._reading_error
             if not final_error and (parts >= samples or failed <= 1):
                 final_error = (
                     "Even one sample does not fit into memory: a micro-batch of one, from a batch "
@@ -246,16 +247,16 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                     "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller "
                     f"samples. The allocator's message: {problem}"
                 )
-            sizes = {"samples": samples, "failed": failed}
             failure_here = {
                 "shape": shape,
                 "elements": elements,
-                **sizes,
+                "samples": samples,
+                "failed": failed,
                 "final_error": final_error,
             }
         failures = [failure for failure in self._ranks.gather(failure_here) if failure is not None]
-        if unsplittable is not None:
-            raise unsplittable
+        if self._reading_error and problem:
+            raise UnsplittableBatchError(self._reading_error)
         for failure in failures:
             final_error = failure.pop("final_error")
             if final_error:
@@ -267,10 +268,9 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 failure["samples"],
                 size,
             )
-        if failure_here is not None:
-            size = self._sizes.shapes[failure_here["shape"]]["size"]
-            parts = max(parts + 1, -(-samples // size))
-        return self._agree(batch, parts)
+        if problem:
+            parts = max(parts + 1, -(-samples // self._sizes.shapes[shape]["size"]))
+        return self._ranks.agree_on_parts(parts, self._count_samples)
 
     # --- one attempt ----------------------------------------------------------------------------
 
@@ -287,11 +287,13 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         total: Tensor | None = None
         results: list[Any] = []
         skipped = 0
+        loops = package_of(strategy).loops
+        loops = package_of(strategy).loops
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
             # The last part reduces gradients. Under DDP with "auto", `last_backward` does it.
             no_reduction = not accumulating and (self._ranks.reduces or not is_last)
-            with _block_parallel_sync_behavior(strategy, no_reduction):
+            with loops.utilities._block_parallel_sync_behavior(strategy, no_reduction):
                 loss, extra = self._forward(piece, number)
                 results.append(extra)
                 self._prepare_gradients()
@@ -326,7 +328,12 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         # Keeps the order of the keywords, because Lightning passes them by position.
         step = self._optimization._make_step_fn(OrderedDict(self._kwargs, batch=piece))
         with self._logs.recording(number):
-            result = step()
+            try:
+                result = step()
+            except Exception as error:
+                if piece is not self._kwargs["batch"] and hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"training_step ran on a part of a batch. {ADVICE}")
+                raise
         return result.closure_loss, result.extra
 
     def _prepare_gradients(self) -> None:

@@ -6,18 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    ParallelStrategy,
-)
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
 from lightning_opt.batching.micro_batching.ranks import (
     DDPRanks,
@@ -26,11 +20,18 @@ from lightning_opt.batching.micro_batching.ranks import (
     Ranks,
 )
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
-from lightning_opt.batching.micro_batching.splitting import LOSSES, SplitCheck, Splitter
+from lightning_opt.batching.splitting import LOSSES, Splitter
 from lightning_opt.core.arguments import check_at_least, function_named
 from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
+from lightning_opt.trainer.lightning import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    is_param_in_hook_signature,
+)
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class MicroBatching(RunCallback):
         count: Callable[[Any], Any] | str | None = None,
     ) -> None:
         self.size = size if size == "auto" else check_at_least("size", size, 1)
+        self.runs_in_trials = size != "auto"  # a trial needs to see that memory runs out
         self.regrow_every = check_at_least("regrow_every", regrow_every, 1)
         if loss not in LOSSES:
             raise ValueError(f"loss must be one of {LOSSES}, got {loss!r}.")
@@ -120,7 +122,6 @@ class MicroBatching(RunCallback):
 
     def _reset(self) -> None:
         self._sizes = LearnedSizes(self.regrow_every)
-        self._check = SplitCheck(self._splitter)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -175,9 +176,10 @@ class MicroBatching(RunCallback):
         if self.size == "auto" and isinstance(trainer.strategy, ModelParallelStrategy):
             device = trainer.strategy.root_device
             sizes = PlannedSizes(self._sizes, device, self.regrow_every, trainer.global_step)
+        self._splitter.several_loaders = has_several_loaders(trainer)
         self._stack = ExitStack()
         self._stack.callback(ranks.close)
-        BatchRunner(trainer, pl_module, self._splitter, self._check, sizes, ranks, self._stack)
+        BatchRunner(trainer, pl_module, self._splitter, sizes, ranks, self._stack)
 
     def _make_ranks(self, trainer: pl.Trainer) -> Ranks:
         """Return the ranks that must use the same number of micro-batches."""
@@ -240,7 +242,7 @@ class MicroBatching(RunCallback):
         self._sizes.load_state_dict(state_dict)
 
 
-def _check_strategy(strategy: ParallelStrategy) -> None:
+def _check_strategy(strategy: pl.strategies.ParallelStrategy) -> None:
     reason = ""
     if isinstance(strategy, ModelParallelStrategy):
         if strategy.device_mesh["tensor_parallel"].size() > 1:

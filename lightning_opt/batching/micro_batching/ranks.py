@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +16,7 @@ from lightning_opt.batching.micro_batching.rollback import HeldGradients
 from lightning_opt.batching.micro_batching.sizes import PassedBatches
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.trainer.lightning import prepare_for_backward
 
 Backward = Callable[[], None]
 

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_opt.core.modules.patching import replaced
+from lightning_opt.trainer.lightning import is_overridden
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -95,11 +95,10 @@ class HookGuard:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, stack: ExitStack) -> None:
         self.muted: tuple[str, ...] = ()
         self._finished_hooks: set[tuple[int, str]] = set()
-        owners = [(callback, Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
-        for owner, base in (*owners, (module, LightningModule)):
+        for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
             for name in GUARDED_HOOKS:
-                hook = getattr(owner, name)
-                if getattr(hook, "__func__", None) is not getattr(base, name):
+                if is_overridden(name, owner):
+                    hook = getattr(owner, name)
                     guarded = self._guarded(hook, (id(owner), name), owner is not module)
                     stack.enter_context(replaced(owner, **{name: guarded}))
 

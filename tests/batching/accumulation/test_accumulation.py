@@ -7,7 +7,10 @@ import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import WarningCache
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -275,11 +278,39 @@ def test_resume_within_a_window_is_bit_identical(tmp_path):
     assert_same_weights(resumed, whole)
 
 
+@pytest.mark.filterwarnings("ignore:Accumulation. BatchNorm")
+@pytest.mark.parametrize("first", [True, False])
+def test_schedule_leaves_the_last_epoch_of_stochastic_weight_averaging_alone(first):
+    """That epoch only measures BatchNorm's statistics; it must not step once a window."""
+
+    class Normalized(TextNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            outputs = self.norm(self.layers(batch["x"]).transpose(1, 2)).squeeze(1)
+            return (outputs - batch["y"]).square().mean()
+
+    results = []
+    for ours in (True, False):
+        net, callbacks = Normalized(), [StochasticWeightAveraging(0.05, swa_epoch_start=2)]
+        if ours:
+            callbacks = [lo.Accumulation(2), *callbacks][:: 1 if first else -1]
+        settings = {} if ours else {"accumulate_grad_batches": 2}
+        trainer = quiet_trainer(callbacks=callbacks, max_epochs=3, **settings)
+        trainer.fit(net, DataLoader(Texts(24), batch_size=4))
+        results.append((net, trainer.global_step))
+    assert_same_weights(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == 3 * 3 + 1  # Lightning counts one step without effect
+
+
 class Odd(TextNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch.batch)
 
 
+@pytest.mark.filterwarnings("ignore:Accumulation. it was not possible to check")
 def test_uncountable_batch_raises_with_advice():
     class Holder:
         def __init__(self, batch: Any) -> None:

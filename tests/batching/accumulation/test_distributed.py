@@ -20,6 +20,7 @@ from tests.helpers.trainers import quiet_trainer
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+    pytest.mark.filterwarnings("ignore:.*. it was not possible to check"),
 ]
 
 BATCHES = {0: [4, 4, 4, 1], 1: [2, 5, 3, 3]}  # samples of each rank's batches

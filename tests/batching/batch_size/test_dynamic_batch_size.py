@@ -1,27 +1,24 @@
-"""Batch sizes that change between epochs: each sample once per epoch, everything restored."""
+"""A batch size found before training: steps keep their samples, and everything is restored."""
 
 import functools
-import math
 import operator
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import lightning_opt as lo
-from lightning_opt.batching import peaks
-from lightning_opt.core.measure.memory import Usage, resident_memory
-from tests.helpers.models import SmallNet, assert_same_weights
+from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 PLENTY = 10.0**6
-TINY = 1.0
-"""MB of a budget that everything fits, and of one that nothing fits."""
+"""MB of a budget that everything fits."""
 
 
 class Numbered(Dataset[Any]):
@@ -36,46 +33,53 @@ class Numbered(Dataset[Any]):
 
 
 class Net(LightningModule):
-    """Records the samples of each epoch, batch by batch."""
+    """Runs out of memory above ``fits`` samples, and records the samples of each epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, fits: int = 10**9) -> None:
         super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
         self.layer = nn.Linear(4, 1)
+        torch.set_rng_state(state)
+        self.fits = fits
         self.epochs: list[list[list[int]]] = []
-        self.validated: list[int] = []
-        self.rates: list[float] = []
+        self.steps: list[int] = []
 
     def on_train_epoch_start(self) -> None:
         self.epochs.append([])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids, x = batch
+        if len(x) > self.fits:
+            raise torch.OutOfMemoryError("planted")
         self.epochs[-1].append(ids.tolist())
         return self.layer(x).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps.append(sum(map(len, self.epochs[-1])))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     @property
-    def sizes(self) -> list[int]:
-        return [len(epoch[0]) for epoch in self.epochs]
-
-
-class Validated(Net):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.validated.append(len(batch[0]))
+    def samples_per_step(self) -> list[int]:
+        """Of the last epoch."""
+        ends = self.steps[-self.steps[::-1].index(min(self.steps)) - 1 :]
+        return [b - a for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def loader_of(count: int = 60, size: int = 5, **settings: Any) -> DataLoader[Any]:
     return DataLoader(Numbered(count), **{"batch_size": size, "shuffle": True, **settings})
 
 
-def check_epochs(net: Net, count: int = 60) -> None:
-    """Check that each epoch has each sample once, and that only its last batch is shorter."""
-    for epoch in net.epochs:
-        assert sorted(functools.reduce(operator.iadd, epoch, [])) == list(range(count))
-        assert len({len(batch) for batch in epoch[:-1]}) <= 1
+def fit(net: LightningModule, callback: lo.DynamicBatchSize, loader: Any, **settings: Any) -> Any:
+    trainer = quiet_trainer(**{"callbacks": [callback], **settings})
+    trainer.fit(net, loader)
+    return trainer
+
+
+def all_of(epoch: list[list[int]]) -> list[int]:
+    return functools.reduce(operator.iadd, epoch, [])
 
 
 class FromHooks(Net):
@@ -108,113 +112,73 @@ def sources() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", list(sources()))
-def test_size_grows_between_epochs_with_each_sample_once(source):
+def test_every_kind_of_loader_gets_the_size_and_serves_each_sample_once(source):
     net, data = sources()[source]
-    loader = data.get("train_dataloaders")
-    logger = MemoryLogger()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, grow=1.5, max_size=12, scale_lr="sqrt")
-    trainer = quiet_trainer(callbacks=[callback], max_epochs=5, logger=logger)
+    loader, logger = data.get("train_dataloaders"), MemoryLogger()
+    callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=12, scale_lr="sqrt")
+    trainer = quiet_trainer(
+        callbacks=[callback], max_epochs=2, logger=logger, reload_dataloaders_every_n_epochs=1
+    )
     trainer.fit(net, **data)
-    check_epochs(net)
-    assert net.sizes == [5, 7, 10, 12, 12]
+    assert [[len(batch) for batch in epoch] for epoch in net.epochs] == [[12] * 5] * 2
+    assert all(sorted(all_of(epoch)) == list(range(60)) for epoch in net.epochs)
     assert callback.size == 12
-    assert logger.series("batch_size/size") == [7, 10, 12]
-    assert [row["to"] for row in callback.report().rows] == [7, 10, 12]
-    assert trainer.reload_dataloaders_every_n_epochs == 0
+    assert logger.series("batch_size/size") == [12]
+    assert [row["batch size"] for row in callback.report().rows][-1] == 12
     if loader is not None:  # the user's, restored
         assert loader.batch_sampler.batch_size == 5
         assert loader.batch_size == (None if source == "batch sampler" else 5)
 
 
-def test_size_that_was_too_large_is_not_used_again():
-    net = Net()
-    callback = lo.DynamicBatchSize(budget_mb=TINY, scale_lr="sqrt")
-    quiet_trainer(callbacks=[callback], max_epochs=5).fit(net, loader_of(size=20))
-    check_epochs(net)
-    assert net.sizes[0] == 20
-    assert net.sizes[1] <= 16  # by the factor or to the predicted size
-    assert net.sizes == sorted(net.sizes, reverse=True)
-    assert callback.state_dict()["ceiling"] == net.sizes[-1]
-
-
-def test_samples_and_validation_interval_limit_growth():
-    net = FromHooks()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, grow=100.0, scale_lr="sqrt")
-    quiet_trainer(callbacks=[callback], max_epochs=3).fit(net, loader_of(drop_last=True))
-    assert net.sizes == [5, 60, 60]
-    net = Validated()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, grow=100.0, scale_lr="sqrt")
-    trainer = quiet_trainer(callbacks=[callback], max_epochs=3, val_check_interval=4)
-    trainer.fit(net, loader_of(), loader_of(10, shuffle=False))
-    assert net.sizes == [5, 15, 15]
-    check_epochs(net)
-
-
-def test_validation_keeps_its_batch_size():
-    net = Validated()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, grow=2.0, max_size=20, scale_lr="sqrt")
-    quiet_trainer(callbacks=[callback], max_epochs=3, num_sanity_val_steps=1).fit(
-        net, loader_of(), loader_of(40, size=3, shuffle=False)
-    )
-    assert net.sizes == [5, 10, 20]
-    assert net.validated == [3, 3, 3, 3]
-
-
 @pytest.mark.parametrize(
-    ("accumulate", "budget", "sizes"),
-    [(1, PLENTY, [6, 6, 6]), (3, PLENTY, [6, 9, 18]), (1, TINY, [6, 3, 2])],  # at most
+    ("accumulate", "keep", "fits", "size"),
+    [
+        (1, None, 10**9, 6),  # the loader's own size, though 36 would fit
+        (3, None, 10**9, 18),
+        (3, None, 10, 9),
+        (1, 12, 10**9, 12),
+        (1, 12, 5, 4),
+        (1, None, 4, 3),
+    ],
 )
-def test_step_keeps_its_initial_samples(accumulate, budget, sizes):
-    net = Net()
-    callback = lo.DynamicBatchSize(budget_mb=budget, grow=2.0)
-    trainer = quiet_trainer(callbacks=[callback], max_epochs=3, accumulate_grad_batches=accumulate)
-    trainer.fit(net, loader_of(36, size=6))
-    check_epochs(net, 36)
-    if budget == TINY:  # the step down depends on other memory of the process
-        assert all(size <= most for size, most in zip(net.sizes, sizes, strict=True))
-    else:
-        assert net.sizes[:2] == sizes[:2]
-        assert net.sizes[2] <= sizes[2]
-    assert trainer.global_step == 3 * 36 // (6 * accumulate)
-    assert trainer.accumulate_grad_batches == accumulate
+@pytest.mark.parametrize("find", ["largest", "fastest"])
+def test_step_keeps_its_samples(accumulate, keep, fits, size, find):
+    samples = keep or 6 * accumulate
+    net, reference = Net(fits), Net()
+    callback = lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=keep, find=find)
+    trainer = fit(
+        net, callback, loader_of(36, 6, shuffle=False), accumulate_grad_batches=accumulate
+    )
+    assert net.samples_per_step == [samples] * (36 // samples)
+    if find == "largest":
+        assert len(net.epochs[0][0]) == callback.size == size
+    assert trainer.accumulate_grad_batches == accumulate  # restored
+    quiet_trainer().fit(reference, loader_of(36, samples, shuffle=False))
+    assert_same_weights(net, reference, rtol=0.0, atol=1e-6)
 
 
-def test_step_keeps_the_effective_batch():
-    steps: list[int] = []
-
-    class Count(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            steps.append(trainer.global_step)
-
-    net = Net()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, grow=1.2, keep_effective=20)
-    trainer = quiet_trainer(callbacks=[callback, Count()], max_epochs=4)
-    trainer.fit(net, loader_of(size=3))
-    check_epochs(net)
-    assert net.sizes == [2, 4, 5, 10]  # divisors of 20, from below 3 on
-    assert trainer.global_step == 4 * 3
-    assert trainer.accumulate_grad_batches == 1  # restored
-    assert steps[29] == 3  # 30 batches of 2 made 3 steps
-
-
-def test_accumulation_averages_exactly_at_all_sizes():
-    net = Net()
-    torch.manual_seed(0)
-    start = {name: value.double() for name, value in net.state_dict().items()}
+def test_accumulation_averages_short_windows_exactly():
+    net, reference = Net(fits=6), Net().double()
     callbacks = [lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=20), lo.Accumulation()]
-    quiet_trainer(callbacks=callbacks, max_epochs=3).fit(net, loader_of(50, size=4))
-    model = nn.Linear(4, 1).double()
-    model.load_state_dict({name.removeprefix("layer."): value for name, value in start.items()})
-    data = Numbered(50).x.double()
+    quiet_trainer(callbacks=callbacks, max_epochs=2).fit(net, loader_of(50, size=4))
+    optimizer, data = reference.configure_optimizers(), Numbered(50).x.double()
     for epoch in net.epochs:
-        order = functools.reduce(operator.iadd, epoch, [])
-        for begin in (0, 20, 40):
-            model.zero_grad()
-            model(data[order[begin : begin + 20]]).square().mean().backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.01 * parameter.grad
-    torch.testing.assert_close(net.layer.weight.double(), model.weight, rtol=0.0, atol=1e-6)
+        for window in torch.tensor(all_of(epoch)).split(20):
+            optimizer.zero_grad()
+            reference.layer(data[window]).square().mean().backward()
+            optimizer.step()
+    assert len(net.epochs[0][0]) == 5
+    weight = net.layer.weight.double()
+    torch.testing.assert_close(weight, reference.layer.weight, rtol=0.0, atol=1e-6)
+
+
+def test_training_with_the_loaders_own_size_is_bit_identical():
+    with_it, without = Net(), Net()
+    for net, callbacks in (with_it, [lo.DynamicBatchSize(budget_mb=PLENTY)]), (without, []):
+        torch.manual_seed(3)
+        quiet_trainer(callbacks=callbacks).fit(net, loader_of())
+    assert with_it.epochs == without.epochs
+    assert_same_weights(with_it, without)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
@@ -225,7 +189,6 @@ def test_learning_rates_follow_the_size(rule, factor):
         """The gradient of its only weight that matters is 1, so a step shows the rate."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            super().training_step(batch, batch_idx)
             return self.layer.bias.sum()
 
         def on_train_batch_end(self, *args: Any) -> None:
@@ -233,124 +196,131 @@ def test_learning_rates_follow_the_size(rule, factor):
 
     net = Line()
     before = net.layer.bias.item()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, grow=4.0, max_size=20, scale_lr=rule)
-    trainer = quiet_trainer(callbacks=[callback], max_epochs=2)
-    trainer.fit(net, loader_of())
-    steps = [a - b for a, b in zip([before, *moved], moved, strict=False)]
-    assert steps[:12] == pytest.approx([0.01] * 12, rel=1e-3)
-    assert steps[12:] == pytest.approx([0.01 * factor] * 3, rel=1e-3)
+    callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=20, scale_lr=rule)
+    trainer = fit(net, callback, loader_of())
+    steps = [a - b for a, b in zip([before, *moved[-3:]], moved[-3:], strict=False)]
+    assert steps == pytest.approx([0.01 * factor] * 3, rel=1e-3)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.01
     assert not trainer.optimizers[0]._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("budget", [PLENTY, TINY], ids=["fewer steps", "more steps"])
-def test_schedules_advance_as_planned(budget):
-    """OneCycleLR raises when it is stepped too often, and ends early otherwise."""
+@pytest.mark.parametrize("limit", [{"max_steps": 20, "max_epochs": -1}, {"max_epochs": 4}])
+@pytest.mark.parametrize("rule", [{"scale_lr": "sqrt", "max_size": 20}, {"keep_effective": 20}])
+def test_schedules_end_with_the_training(limit, rule):
+    """OneCycleLR raises if it is stepped too often."""
     rates: list[float] = []
 
-    class Cycled(Net):
+    class Scheduled(Net):
         def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            steps = self.trainer.estimated_stepping_batches
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+            optimizer, steps = (
+                super().configure_optimizers(),
+                self.trainer.estimated_stepping_batches,
+            )
+            self.planned = int(steps)
+            schedules = torch.optim.lr_scheduler
+            cycle = schedules.OneCycleLR(optimizer, 0.1, total_steps=self.planned + 1)
+            line = schedules.LinearLR(optimizer, 1.0, 0.0, total_iters=self.planned)
+            return [optimizer], [{"scheduler": s, "interval": "step"} for s in (cycle, line)]
 
-        def on_train_epoch_end(self) -> None:
+        def on_train_end(self) -> None:
             rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
-    net = Cycled()
-    callback = lo.DynamicBatchSize(budget_mb=budget, grow=1.5, scale_lr="sqrt")
-    trainer = quiet_trainer(callbacks=[callback], max_epochs=4)
-    trainer.fit(net, loader_of(size=10))
-    check_epochs(net)
-    changed, rates[:] = list(rates), []
-    plain = Cycled()
-    quiet_trainer(max_epochs=4).fit(plain, loader_of(size=10))
-    assert len({len(epoch) for epoch in net.epochs}) > 1
-    assert changed == pytest.approx(rates)  # the planned rate at the end of each epoch
+    net = Scheduled()
+    trainer = fit(net, lo.DynamicBatchSize(budget_mb=PLENTY, **rule), loader_of(size=10), **limit)
+    assert trainer.global_step == net.planned == limit.get("max_steps", 4 * 3)
+    assert rates == [pytest.approx(0.0, abs=1e-6)]
 
 
-class Stop(Callback):
-    def __init__(self, folder: Any, epoch: int) -> None:
-        self.folder, self.epoch = folder, epoch
+def test_limits_in_batches_span_the_same_samples():
+    class Validated(Net):
+        seen: list[int] = []
 
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.folder / "end.ckpt")
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.append(sum(map(len, self.epochs[-1])))
+
+    net, callback = Validated(), lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=20)
+    trainer = quiet_trainer(callbacks=[callback], limit_train_batches=8, val_check_interval=4)
+    trainer.fit(net, loader_of(), loader_of(3, size=3, shuffle=False))
+    assert [len(batch) for batch in net.epochs[0]] == [20, 20]
+    assert net.seen == [20, 40]
+    assert (trainer.limit_train_batches, trainer.val_check_interval) == (8, 4)
 
 
-def test_resume_keeps_size_and_measurements(tmp_path):
-    def callback() -> lo.DynamicBatchSize:
-        return lo.DynamicBatchSize(
-            budget_mb=PLENTY, grow=1.5, max_size=20, scale_lr="linear", find=False
-        )
-
-    def loader() -> Any:
-        return loader_of(shuffle=False)
-
-    torch.manual_seed(0)
-    whole, first = Net(), callback()
-    state = {name: value.clone() for name, value in whole.state_dict().items()}
-    quiet_trainer(callbacks=[first, Stop(tmp_path, 1)], max_epochs=4).fit(whole, loader())
-    resumed, second = Net(), callback()
-    resumed.load_state_dict(state)
-    quiet_trainer(callbacks=[second], max_epochs=4).fit(
-        resumed, loader(), ckpt_path=tmp_path / "end.ckpt", weights_only=True
+def train(
+    folder: Path, ranks: int, accumulate: int = 1, **settings: Any
+) -> tuple[int | None, int, list[list[int]], list[Tensor]]:
+    """Train an epoch, from the folder's checkpoint if there is one, and save one."""
+    last = folder / "last.ckpt"
+    net, callback = Net(fits=5), lo.DynamicBatchSize(budget_mb=PLENTY, **settings)
+    trainer = quiet_trainer(
+        callbacks=[callback],
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_epochs=2 if last.exists() else 1,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=True,
     )
-    assert resumed.sizes == whole.sizes[2:] == [10, 15]
-    assert_same_weights(resumed, whole)
-    assert second.state_dict() == first.state_dict()
+    again = {"ckpt_path": last, "weights_only": True} if last.exists() else {}
+    trainer.fit(net, loader_of(72, size=3), **again)
+    if not again:
+        trainer.save_checkpoint(last)
+    searched = callback.found is not None
+    assert searched is (not again)
+    return callback.size, trainer.global_step, net.epochs[0], [*net.state_dict().values()]
 
 
-def test_effective_batch_survives_resume_on_another_number_of_ranks(tmp_path, monkeypatch):
-    def callback() -> lo.DynamicBatchSize:
-        return lo.DynamicBatchSize(budget_mb=PLENTY, grow=1.5)
+@pytest.mark.distributed
+@pytest.mark.parametrize("settings", [{"keep_effective": 24}, {"accumulate": 4}])
+def test_step_keeps_its_samples_when_resumed_on_other_numbers_of_ranks(tmp_path, settings):
+    run = functools.partial(train, tmp_path, **settings)
+    runs = {ranks: launch(run, ranks, processes=ranks) for ranks in (2, 3)}
+    runs[1] = [run(1)]
+    sizes = {ranks: results[0][0] for ranks, results in runs.items()}
+    assert sizes == {2: 4, 3: 4, 1: 4}  # 12, 8 and 24 samples of a rank, of which at most 5 fit
+    for ranks, results in runs.items():
+        steps = 72 // 24
+        assert {result[1] for result in results} == {steps if ranks == 2 else 2 * steps}
+        seen = [sample for result in results for sample in all_of(result[2])]
+        assert sorted(seen) == list(range(72))
+        for result in results[1:]:
+            assert all(map(torch.equal, result[3], results[0][3]))
 
-    module = sys.modules[lo.DynamicBatchSize.__module__]
-    with monkeypatch.context() as two_ranks:
-        two_ranks.setattr(module, "data_ranks", lambda trainer: 2)
-        callbacks = [callback(), Stop(tmp_path, 0)]
-        quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(Net(), loader_of())
-    seen: list[int] = []
 
-    class Count(Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            seen.append(trainer.accumulate_grad_batches * pl_module.sizes[-1])
-
-    trainer = quiet_trainer(callbacks=[callback(), Count()], max_epochs=3)
-    trainer.fit(Net(), loader_of(), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
-    assert seen == [20, 20]  # 5 samples, 2 batches, 2 ranks
-    monkeypatch.setattr(module, "data_ranks", lambda trainer: 3)
-    with pytest.raises(ValueError, match="20 samples per step, which 3 ranks cannot share"):
-        quiet_trainer(callbacks=[callback()], max_epochs=3).fit(
-            Net(), loader_of(), ckpt_path=tmp_path / "end.ckpt", weights_only=True
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # pytest.warns repeats it
+def test_resume_from_a_checkpoint_without_it_warns(tmp_path):
+    trainer = quiet_trainer()
+    trainer.fit(Net(), loader_of())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    net = Net()
+    with pytest.warns(UserWarning, match="keeps the loader's batch size"):
+        quiet_trainer(callbacks=[lo.DynamicBatchSize(scale_lr="sqrt")], max_epochs=2).fit(
+            net, loader_of(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True
         )
+    assert len(net.epochs[0][0]) == 5
 
 
 def test_exception_restores_the_loader():
     class Fails(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if self.current_epoch == 1:
-                raise ArithmeticError("planted")
-            return super().training_step(batch, batch_idx)
+        def on_train_epoch_end(self) -> None:
+            raise ArithmeticError("planted")
 
-    loader = loader_of()
-    trainer = quiet_trainer(
-        callbacks=[lo.DynamicBatchSize(budget_mb=PLENTY, grow=2.0, scale_lr="sqrt")], max_epochs=3
-    )
+    loader, callback = loader_of(), lo.DynamicBatchSize(budget_mb=PLENTY, scale_lr="sqrt")
+    trainer = quiet_trainer(callbacks=[callback], limit_train_batches=6)
     with pytest.raises(ArithmeticError):
         trainer.fit(Fails(), loader)
+    assert callback.size == 60
     assert loader.batch_size == loader.batch_sampler.batch_size == 5
-    assert trainer.reload_dataloaders_every_n_epochs == 0
+    assert trainer.limit_train_batches == 6
     assert "process_dataloader" not in vars(trainer.strategy)
 
 
-class Frozen(BatchSampler):
+class Frozen:
     """Creates its batches once."""
 
+    batch_size = 5
+
     def __init__(self) -> None:
-        super().__init__(SequentialSampler(range(60)), 5, drop_last=False)
-        self.batches = list(super().__iter__())
+        self.batches = torch.arange(60).split(5)
 
     def __iter__(self) -> Any:
         return iter(self.batches)
@@ -360,114 +330,35 @@ class Frozen(BatchSampler):
 
 
 def test_incompatible_settings_raise():
-    with pytest.raises(ValueError, match="target"):
-        lo.DynamicBatchSize(target=1.5)
-    with pytest.raises(ValueError, match="grow must be above 1"):
-        lo.DynamicBatchSize(grow=0.9)
-    with pytest.raises(ValueError, match="scale_lr"):
-        lo.DynamicBatchSize(scale_lr="cubic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Give one of them"):
-        lo.DynamicBatchSize(scale_lr="sqrt", keep_effective=8)
-    with pytest.raises(ValueError, match="find"):
-        lo.DynamicBatchSize(find="best")  # type: ignore[arg-type]
-
-    def fit(loader: Any, callback: Any = None, **settings: Any) -> None:
-        callback = callback or lo.DynamicBatchSize(budget_mb=PLENTY, scale_lr="sqrt")
-        quiet_trainer(callbacks=[callback], max_epochs=2, **settings).fit(Net(), loader)
-
-    with pytest.raises(ValueError, match="not a torch DataLoader"):
-        fit([[torch.arange(2), torch.randn(2, 4)]])
-    with pytest.raises(ValueError, match="its dataset makes the batches"):
-        fit(DataLoader([[torch.arange(2), torch.randn(2, 4)]], batch_size=None))
-    with pytest.raises(ValueError, match="ignores it"):
-        fit(DataLoader(Numbered(60), batch_sampler=Frozen()))
-    with pytest.raises(ValueError, match="one training loader"):
-        fit({"a": loader_of(), "b": loader_of()})
+    for settings, error, words in (
+        ({"target": 1.5}, ValueError, "target"),
+        ({"scale_lr": "cubic"}, ValueError, "scale_lr"),
+        ({"scale_lr": "sqrt", "keep_effective": 8}, ValueError, "Give one of them"),
+        ({"find": "best"}, ValueError, "find"),
+        ({"find": False}, ValueError, "Accumulation\\(effective_batch"),
+        ({"grow": 1.2}, TypeError, "MicroBatching"),
+    ):
+        with pytest.raises(error, match=words):
+            lo.DynamicBatchSize(**settings)  # type: ignore[arg-type]
+    batches = [[torch.arange(2), torch.randn(2, 4)]]
+    free, keeps = {"budget_mb": PLENTY, "scale_lr": "sqrt"}, {"keep_effective": 10}
+    for settings, loader, words in (
+        (free, batches, "not a torch DataLoader"),
+        (free, DataLoader(batches, batch_size=None), "its dataset makes the batches"),
+        (free, DataLoader(Numbered(60), batch_sampler=Frozen()), "ignores it"),
+        (free, CombinedLoader({"a": loader_of(), "b": loader_of()}), "one training loader"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fit(Net(), lo.DynamicBatchSize(**settings), loader)
     with pytest.raises(ValueError, match="sets accumulate_grad_batches itself"):
-        fit(loader_of(), lo.DynamicBatchSize(keep_effective=10), accumulate_grad_batches=2)
-    for window, settings in (
+        fit(Net(), lo.DynamicBatchSize(**keeps), loader_of(), accumulate_grad_batches=2)
+    for window, rule in (
         ({"schedule": {0: 1, 2: 4}}, {}),
-        ({"effective_batch": 20}, {}),
         ({"effective_batch": 20}, {"scale_lr": "sqrt"}),
     ):
         for order in (1, -1):
-            both = [lo.Accumulation(**window), lo.DynamicBatchSize(**settings)][::order]
+            both = [lo.Accumulation(**window), lo.DynamicBatchSize(**rule)][::order]
             with pytest.raises(ValueError, match="both set the samples"):
                 quiet_trainer(callbacks=both).fit(Net(), loader_of())
-    both = [lo.Accumulation(2), lo.DynamicBatchSize(scale_lr="sqrt", budget_mb=PLENTY)]
-    quiet_trainer(callbacks=both, max_epochs=2).fit(Net(), loader_of())
-
-
-class Limits:
-    """A limit of 100 units, of which one is in use."""
-
-    unit = 10**15
-
-    def __init__(self, device: torch.device, host: bool = True) -> None:
-        pass
-
-    def read(self) -> list[Usage]:
-        return [Usage("pretended", self.unit, 100 * self.unit)]
-
-
-class Peaks:
-    """A peak of ``units`` more."""
-
-    units, samples = 0, False
-
-    def __init__(self, device: torch.device, fragments: bool) -> None:
-        pass
-
-    def start(self) -> None:
-        pass
-
-    def sample(self) -> None:
-        pass
-
-    def read(self) -> int:
-        return resident_memory() + Peaks.units * Limits.unit
-
-
-class Squeeze(Callback):
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        near = trainer.current_epoch == 2 and trainer.global_rank == 1
-        Peaks.units = 98 if near else 0
-
-
-def train_on_two_ranks(keep: int | None) -> tuple[Any, ...]:
-    net = Net()
-    peaks.MemoryLimits, peaks.PeakMeter = Limits, Peaks  # type: ignore[misc,assignment]
-    rule = {"scale_lr": "sqrt"} if keep is None else {"keep_effective": keep}
-    callback = lo.DynamicBatchSize(grow=1.5, max_size=12, **rule)  # type: ignore[arg-type]
-    trainer = quiet_trainer(
-        callbacks=[Squeeze(), callback],
-        devices=2,
-        strategy="ddp",
-        max_epochs=4,
-        use_distributed_sampler=True,
-    )
-    trainer.fit(net, loader_of())
-    return net.epochs, trainer.global_step, [p.detach().clone() for p in net.parameters()]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("keep", [None, 20])
-def test_ranks_change_size_together(keep):
-    first, second = launch(train_on_two_ranks, keep)
-    for own, other in zip(first[0], second[0], strict=True):
-        assert [len(batch) for batch in own] == [len(batch) for batch in other]
-        assert sorted(functools.reduce(operator.iadd, own + other, [])) == list(range(60))
-    sizes = [len(epoch[0]) for epoch in first[0]]
-    assert sizes == ([5, 7, 10, 8] if keep is None else [5, 10, 10, 5])
-    assert first[1] == second[1]
-    if keep:
-        assert first[1] == 4 * math.ceil(60 / 20)
-    for a, b in zip(first[2], second[2], strict=True):
-        assert torch.equal(a, b)
-
-
-def test_first_epoch_is_bit_identical():
-    with_it, without = SmallNet(), SmallNet()
-    quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=PLENTY)]).fit(with_it)
-    quiet_trainer().fit(without)
-    assert_same_weights(with_it, without)
+    both = [lo.Accumulation(2), lo.DynamicBatchSize(**free)]
+    quiet_trainer(callbacks=both).fit(Net(), loader_of())

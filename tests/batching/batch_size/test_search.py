@@ -2,61 +2,15 @@
 
 import itertools
 import random
-from itertools import pairwise
 
 import pytest
 
 from lightning_opt.batching.batch_size.search import (
-    MemoryFit,
+    FoundSizes,
     Trial,
     find_fastest,
-    next_size,
-    search,
+    find_largest,
 )
-
-RULE = {"target": 0.9, "grow": 1.2}
-
-
-def test_line_through_measurements():
-    fit = MemoryFit()
-    assert fit.largest(0.9) is None
-    fit.add(10, 0.5, 0.1)
-    assert fit.largest(0.9) == 20  # through the use at rest
-    fit.add(20, 0.8)
-    assert fit.slope() == pytest.approx(0.03)
-    assert fit.largest(0.95) == 25
-    fit.add(30, 0.1)  # a falling line is noise
-    assert fit.slope() == pytest.approx(0.0, abs=1e-3)
-
-
-@pytest.mark.parametrize("start", [1, 2, 3, 5, 64, 500])
-@pytest.mark.parametrize("slope", [0.3, 0.13, 0.04, 0.0101, 0.0017])
-def test_sizes_settle_without_oscillation(start, slope):
-    size, fit, sizes = start, MemoryFit(), [start]
-    for _ in range(60):
-        peak = 0.12 + slope * size
-        fit.add(size, peak, 0.1)
-        size = next_size(size, peak, fit, range(1, 10**6), **RULE)
-        sizes.append(size)
-    assert len(set(sizes[-20:])) == 1
-    last = 0.12 + slope * sizes[-1]
-    assert last <= 0.95 or sizes[-1] == 1
-    assert last >= 0.8 or 0.12 + slope * (sizes[-1] + 1) > 0.88  # no larger size fits
-    changes = [b > a for a, b in pairwise(sizes) if a != b]
-    assert sum(a != b for a, b in pairwise(changes)) <= 1
-
-
-def test_next_size_is_an_allowed_one():
-    allowed = [1, 2, 4, 8, 16]
-    fit = MemoryFit()
-    fit.add(4, 0.3, 0.1)
-    assert next_size(4, 0.3, fit, allowed, **RULE) == 8
-    fit.add(8, 0.5)
-    assert next_size(8, 0.5, fit, allowed, **RULE) == 16
-    assert next_size(8, 0.5, fit, allowed[:4], **RULE) == 8
-    fit.add(16, 0.99)
-    assert next_size(16, 0.99, fit, allowed, **RULE) == 8
-    assert next_size(1, 0.99, MemoryFit(), allowed, **RULE) == 1
 
 
 @pytest.mark.parametrize("knows_peak", [True, False], ids=["peaks", "only-failures"])
@@ -80,22 +34,40 @@ def test_search_is_within_3_percent_of_exhaustive(knows_peak):
 
         exhaustive = max((n for n in range(1, 2 * true + 20) if peak(n) <= 1.0), default=0)
         start = draw.choice([1, 2, 8, 32])
-        found = search(run, start, 30_000, target=1.0)
-        assert len(found.trials) <= 12
-        assert all(trial.size >= 1 for trial in found.trials)
-        assert len({trial.size for trial in found.trials}) == len(found.trials)
+        found, trials = find_largest(run, start, 30_000, target=1.0)
+        assert len(trials) <= 12
+        assert all(trial.size >= 1 for trial in trials)
+        assert len({trial.size for trial in trials}) == len(trials)
         if exhaustive:
             enough = 0.97 if knows_peak else 0.9
-            assert enough * exhaustive - 1 < found.largest <= exhaustive, (true, found)
+            assert enough * exhaustive - 1 < found <= exhaustive, (true, trials)
+
+
+@pytest.mark.parametrize("step", [64, 96, 99, 97])
+def test_search_finds_the_largest_divisor_that_fits(step):
+    divisors = [size for size in range(1, step + 1) if step % size == 0]
+
+    def allowed(most: int) -> int:
+        return max((size for size in divisors if size <= most), default=0)
+
+    for limit in range(1, step + 5):
+
+        def run(size: int, limit: int = limit) -> Trial:
+            fits = size <= limit
+            return Trial(size, fits, 0.1 + 0.8 * size / limit if fits else None, 0.1, float(size))
+
+        found, trials = find_largest(run, 32, step, target=0.9, allowed=allowed)
+        assert found == allowed(limit)
+        assert {trial.size for trial in trials} <= {32, *divisors}
+        assert find_fastest(run, found, allowed)[0] == found
 
 
 def test_search_ends_at_the_number_of_samples_and_raises_if_nothing_fits():
-    found = search(lambda n: Trial(n, True, 0.1, 0.1, n), 8, 100, target=1.0)
-    assert found.largest == 100
-    none = search(lambda n: Trial(n, False, None, 0.0, 0.0), 8, 100, target=1.0)
-    assert (none.largest, none.fastest) == (0, 0)
+    assert find_largest(lambda n: Trial(n, True, 0.1, 0.1, n), 8, 100, target=1.0)[0] == 100
+    none, trials = find_largest(lambda n: Trial(n, False, None, 0.0, 0.0), 8, 100, target=1.0)
+    assert none == 0
     with pytest.raises(MemoryError, match="Not even a batch of one sample"):
-        none.chosen("largest")
+        FoundSizes(8, none, 0, trials).chosen("largest")
 
 
 @pytest.mark.parametrize("best", [4, 24, 100, 1000])

@@ -3,13 +3,15 @@
 import gc
 import random
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +24,9 @@ from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 WIDTH = 64
+
+lightnings_own = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+"""pytest.warns repeats other warnings without their module."""
 
 
 class Wide(LightningModule):
@@ -52,42 +57,40 @@ def loader_of(count: int = 4000) -> DataLoader[Any]:
     return DataLoader(data, batch_size=8, shuffle=True, generator=generator)
 
 
-class Custom(Callback):
-    """A user's callback with state outside of ``state_dict``."""
+class Writer(Callback):
+    """A user's callback that writes in each of its hooks, and holds a lock."""
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lock = folder, threading.Lock()
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append(batch_idx)
+    def write(self, *args: Any, **kwargs: Any) -> None:
+        (self.folder / "written").touch()
 
-
-class Summary(ModelSummary):
-    tables = 0
-
-    @staticmethod
-    def summarize(*_: Any, **__: Any) -> None:
-        Summary.tables += 1
+    setup = on_train_start = on_train_batch_end = on_train_epoch_end = on_exception = write
+    teardown = write
 
 
+@lightnings_own
 def test_search_has_no_side_effects(tmp_path):
-    model, logger, loader, custom = Wide(), MemoryLogger(), loader_of(64), Custom()
-    callbacks: list[Any] = [
-        custom,
-        lo.AdaptiveClipping(),
-        lo.GradientHealth(),
-        Summary(),
-        ModelCheckpoint(tmp_path, every_n_train_steps=1),
-    ]
-    trainer = quiet_trainer(logger=logger, callbacks=callbacks, enable_checkpointing=True)
+    class Callbacks(Wide):
+        def configure_callbacks(self) -> Any:
+            return [
+                EarlyStopping("of validation"),
+                ModelCheckpoint(tmp_path, every_n_train_steps=1),
+            ]
+
+    model, logger, loader = Callbacks(), MemoryLogger(), loader_of(64)
+    callbacks: list[Any] = [Writer(tmp_path), lo.AdaptiveClipping(), lo.GradientHealth()]
+    trainer = quiet_trainer(logger=logger, callbacks=callbacks, enable_model_summary=True)
     model.first.weight.grad = torch.ones_like(model.first.weight)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    states = [callback.state_dict() for callback in callbacks]
+    callbacks, states = list(trainer.callbacks), [c.state_dict() for c in trainer.callbacks]
     before = (model_footprint(model)["tensors"], torch.get_rng_state(), random.getstate())
     position = loader.generator.get_state()  # type: ignore[union-attr]
     loops = trainer.fit_loop.state_dict()
 
-    found = lo.find_batch_size(trainer, model, loader, budget_mb=10**6)
+    with pytest.warns(UserWarning, match="run without Writer"):
+        found = lo.find_batch_size(trainer, model, loader, budget_mb=10**6)
     assert found.largest == 64
     assert model_footprint(model)["tensors"] == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
@@ -97,14 +100,119 @@ def test_search_has_no_side_effects(tmp_path):
     assert_same_weights(model, weights)
     assert model.first.weight.grad.eq(1).all()
     assert model.calls == 0
-    assert custom.seen == []
+    assert trainer.callbacks == callbacks
     assert [callback.state_dict() for callback in callbacks] == states
     assert logger.records == []
-    assert Summary.tables == 0
     assert list(tmp_path.iterdir()) == []
     assert trainer.fit_loop.state_dict() == loops
-    assert trainer.callbacks == callbacks
     assert trainer.global_step == 0
+
+
+class Uncopied(Wide):
+    """Has attributes that cannot be copied, in itself and in a list of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.settings = [{"lock": threading.Lock(), "seen": []}]  # type: ignore[assignment]
+        self.words = (word for word in ["a"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (settings,) = self.first.settings
+        with settings["lock"]:
+            settings["seen"].append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+class Pairs(Wide):
+    """Its teardown needs its setup."""
+
+    def setup(self, stage: str) -> None:
+        self.resource = object()
+
+    def teardown(self, stage: str) -> None:
+        del self.resource
+
+
+class Validated(Wide):
+    """Depends on a validation after each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": plateau, "monitor": "val/loss"}]
+
+    def on_train_epoch_end(self) -> None:
+        assert "val/loss" in self.trainer.callback_metrics
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", 1.0)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(loader_of(8).dataset)
+
+
+class Scheduled(Wide):
+    """Its schedule raises after 8 steps, and it reads the rate in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("lr", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
+class ByHand(Scheduled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [Uncopied, Pairs, Validated, Scheduled, ByHand])
+@pytest.mark.filterwarnings("ignore:Trials of batch sizes use these objects")
+def test_models_that_depend_on_a_whole_run(kind):
+    settings, rule = {"budget_mb": 10**6, "max_size": 16}, {"scale_lr": "linear"}
+    model = kind()
+    found = lo.find_batch_size(quiet_trainer(), model, loader_of(64), mode="fastest", **settings)
+    assert found.largest == 16
+    if kind is Uncopied:
+        assert model.first.settings[0]["seen"] == []
+    model, callback = kind(), lo.DynamicBatchSize(**settings, **rule)
+    trainer = quiet_trainer(callbacks=[callback], max_epochs=2)
+    trainer.fit(model, loader_of(64))
+    assert (callback.size, trainer.global_step) == (16, 8)
+
+
+@lightnings_own
+def test_objects_that_cannot_be_copied_are_named():
+    with pytest.warns(UserWarning, match="may change them: lock, generator"):
+        lo.find_batch_size(quiet_trainer(), Uncopied(), loader_of(64), max_size=16)
+
+
+class Average(EMAWeightAveraging):
+    updates: list[int] = []
+
+    def should_update(self, step_idx: Any = None, epoch_idx: Any = None) -> bool:
+        self.updates.append(0)
+        return True
+
+
+def test_averaged_weights_count_and_micro_batches_survive_nothing():
+    """MicroBatching catches errors in training; in trials it must not."""
+    callbacks = [Average(), lo.MicroBatching("auto")]
+    trainer = quiet_trainer(callbacks=callbacks)
+    found = lo.find_batch_size(trainer, Lengths(), loader_of(400), budget_mb=10**6)
+    assert found.largest in range(120, 126)  # 125 samples of 8
+    assert Average.updates
 
 
 def longest(samples: int) -> list[Tensor]:
@@ -153,7 +261,7 @@ def test_training_after_a_search_is_bit_identical():
     for find in (False, True):
         model, loader = Wide(), loader_of(64)
         torch.manual_seed(3)
-        callbacks = [lo.DynamicBatchSize(budget_mb=10**6, find="largest", max_size=8)] * find
+        callbacks = [lo.DynamicBatchSize(budget_mb=10**6)] * find
         trainer = quiet_trainer(callbacks=callbacks, max_epochs=1)
         trainer.fit(model, loader)
         results.append((model, trainer_footprint(trainer)))
@@ -207,13 +315,13 @@ def test_largest_under_a_limited_address_space():
 def find_with_a_small_rank() -> dict[str, Any]:
     """Search while only rank 1 runs out of memory, in forward or in backward passes."""
     results = {}
-    for where in ("forward", "backward", "update", "fastest"):
+    for where in ("forward", "backward", "update", "fastest", "guarded"):
 
         class Unequal(Wide):
             def training_step(self, batch: Any, batch_idx: int, where: str = where) -> Tensor:
                 loss = super().training_step(batch, batch_idx)
                 if self.global_rank == 1 and len(batch[0]) > 50:
-                    if where == "forward":
+                    if where in ("forward", "guarded"):
                         raise torch.OutOfMemoryError("planted")
                     if where == "backward":
                         loss.register_hook(_run_out)
@@ -227,11 +335,14 @@ def find_with_a_small_rank() -> dict[str, Any]:
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
                 self.rows = len(batch[0])
 
-        trainer = quiet_trainer(devices=2, strategy="ddp", use_distributed_sampler=True)
+        callbacks = [lo.MicroBatching("auto"), lo.NonFiniteGuard()] if where == "guarded" else []
+        trainer = quiet_trainer(
+            devices=2, strategy="ddp", use_distributed_sampler=True, callbacks=callbacks
+        )
         fastest = {"mode": "fastest", "max_size": 4} if where == "fastest" else {}
         found = lo.find_batch_size(trainer, Unequal(), loader_of(400), budget_mb=10**6, **fastest)
         results[where] = found.fastest if fastest else found.largest
-    callback = lo.DynamicBatchSize(budget_mb=10**6, find=True, max_size=60)
+    callback = lo.DynamicBatchSize(budget_mb=10**6, max_size=60, scale_lr="linear")
     model = Wide()
     trainer = quiet_trainer(
         devices=2, strategy="ddp", use_distributed_sampler=True, callbacks=[callback]
@@ -249,7 +360,7 @@ def _run_out(gradient: Tensor) -> None:
 def test_ranks_find_the_same_size_and_none_waits_for_a_failed_one():
     first, second = launch(find_with_a_small_rank)
     assert first == second
-    for where in ("forward", "backward", "update"):
+    for where in ("forward", "backward", "update", "guarded"):
         assert 8 <= first[where] <= 50
     assert 2 <= first["fastest"] <= 4
     assert first["then"] == (60, 4)
@@ -284,6 +395,6 @@ def test_incompatible_settings_raise():
         lo.find_batch_size(quiet_trainer(), Wide(), [[torch.randn(4, 8)]])
     model = Wide()
     model.norm = nn.Identity()  # type: ignore[assignment]  # accepts one sample
-    trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=1.0, find=True)])
+    trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=1.0)])
     with pytest.raises(MemoryError, match="Not even a batch of one sample"):
         trainer.fit(model, loader_of(64))

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, Subset
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import ranks as ranks_module
 from tests.batching.nets import Hooks, Net, Samples, counting_ddp
-from tests.gradients.clipping.test_distributed import FSDPOnCPU
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import FSDPOnCPU, quiet_trainer
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+    pytest.mark.filterwarnings("ignore:.*. it was not possible to check"),
     pytest.mark.filterwarnings("ignore:It is recommended to use `self.log"),
 ]
 
@@ -178,6 +178,8 @@ def end_badly(how: str) -> str:
     class Fails(Shared):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             output = super().training_step(batch, batch_idx)
+            if how == "parts" and self.global_rank == 1 and len(batch["x"]) <= 4:
+                raise ArithmeticError("planted")
             if self.global_rank == 1 and batch_idx == 1:
                 if how == "error":
                     raise ArithmeticError("planted")
@@ -189,10 +191,11 @@ def end_badly(how: str) -> str:
         raise torch.OutOfMemoryError("planted in the reduction")
 
     model = Shared((20, 20), (10**9, 0)) if how == "hopeless" else Fails((20, 20))
-    trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[lo.MicroBatching()])
+    micro = lo.MicroBatching(4 if how == "parts" else "auto")
+    trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[micro])
     try:
         trainer.fit(model)
-    except (ArithmeticError, MemoryError, RuntimeError) as error:
+    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
         end = f"{type(error).__name__}: {error}"
     else:
         end = "completed"
@@ -206,6 +209,7 @@ def end_badly(how: str) -> str:
     [
         ("hopeless", "Even one sample does not fit", "Even one sample does not fit"),
         ("error", "Another rank exited", "planted"),
+        ("parts", "another rank could not run parts", "fails on a part of the batch"),
         ("reduction", "RuntimeError", "while gradients were being reduced"),
     ],
 )

@@ -20,7 +20,10 @@ from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, resident_mem
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+    pytest.mark.filterwarnings("ignore:.*. it was not possible to check"),
+]
 
 WIDTH = 64
 

@@ -1,0 +1,159 @@
+"""Step times with callbacks, in real Trainers that take turns, and the share of the hooks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.models import Regression
+from lightning_opt.core.measure.timing import StepClock, rotated
+from lightning_opt.core.numerics.ratios import median_ratio
+
+UNTIMED_STEPS = 5
+
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+EXPLANATION = [
+    "Steps of a real Trainer, from the end of one to the end of the next. ms a step: median over "
+    "rounds of the mean wall time. of bare: median of the ratios within a round; that of a second "
+    "bare step is the noise. 1 + hooks: time in the callbacks' hooks relative to the rest of the "
+    "same steps, in CPU time on a CPU, on the host with a GPU."
+]
+
+
+@dataclass
+class StepTimes:
+    """Step times of one candidate, one element per round.
+
+    Attributes:
+        seconds: Mean wall time of a step.
+        hooks: 1 plus the time in hooks relative to the rest of the same steps: CPU time on a CPU.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    hooks: list[float] = field(default_factory=list)
+
+    def row(self, bare: StepTimes) -> dict[str, float]:
+        """Return the columns of a table; ``bare`` has the steps without callbacks."""
+        return {
+            "ms a step": round(1e3 * statistics.median(self.seconds), 3),
+            "of bare": round(median_ratio(self.seconds, bare.seconds), 3),
+            "1 + hooks": round(statistics.median(self.hooks), 4),
+        }
+
+
+class Stopwatch(L.Callback):
+    """Times steps and the hooks of other callbacks. Must be the Trainer's last callback."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = StepClock(device)
+        self._now = time.perf_counter if device.type == "cuda" else time.thread_time
+        self._in_hooks = 0.0
+
+    def watch(self, callback: L.Callback) -> None:
+        """Time the overridden hooks of a callback, until :meth:`unwatch`."""
+        for name in STEP_HOOKS:
+            if getattr(type(callback), name) is not getattr(L.Callback, name):
+                setattr(callback, name, self._timed(getattr(callback, name)))
+
+    def unwatch(self, callback: L.Callback) -> None:
+        for name in STEP_HOOKS:
+            vars(callback).pop(name, None)
+
+    def _timed(self, hook: Callable[..., object]) -> Callable[..., object]:
+        @wraps(hook)
+        def timed(*arguments: Any) -> object:
+            start = self._now()
+            result = hook(*arguments)
+            self._in_hooks += self._now() - start
+            return result
+
+        return timed
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index < UNTIMED_STEPS:
+            self._clock.read(wait=True)
+            self._in_hooks, self._start = 0.0, self._now()
+        self._clock.stop()
+
+    def times(self) -> tuple[float, float]:
+        """Return the mean wall time of a step, and 1 plus the hooks' share."""
+        whole = self._now() - self._start
+        seconds = statistics.fmean(self._clock.read(wait=True))
+        return seconds, 1 + self._in_hooks / (whole - self._in_hooks)
+
+
+def fit(module: Regression, callbacks: Sequence[L.Callback], steps: int, **options: Any) -> None:
+    """Train on the module's batch for some steps, in a Trainer without output."""
+    trainer = L.Trainer(
+        accelerator="gpu" if module.batch.is_cuda else "cpu",
+        devices=1,
+        max_steps=steps,
+        callbacks=[*callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader([module.batch] * steps, batch_size=None))
+
+
+def time_steps(
+    module: Regression,
+    candidates: Mapping[str, Sequence[L.Callback]],
+    *,
+    rounds: int,
+    steps: int,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, StepTimes]:
+    """Fit with each candidate's callbacks once a round, in an order that rotates.
+
+    Every fit starts from the same weights: a model that has fitted its only batch computes with
+    denormal numbers, at a tenth of the speed.
+
+    Args:
+        module: The model; its batch is on the device of the training.
+        candidates: Callbacks by name.
+        rounds: Fits of each candidate that are kept; one more is made first.
+        steps: Timed steps of a fit.
+        options: More arguments of the Trainer, by candidate.
+    """
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    times = {name: StepTimes() for name in candidates}
+    for number in range(-1, rounds):
+        for name in rotated(list(candidates), number):
+            module.load_state_dict(start)
+            stopwatch = Stopwatch(module.batch.device)
+            for callback in candidates[name]:
+                stopwatch.watch(callback)
+            more = (options or {}).get(name, {})
+            fit(module, [*candidates[name], stopwatch], steps + UNTIMED_STEPS, **more)
+            for callback in candidates[name]:
+                stopwatch.unwatch(callback)
+            seconds, hooks = stopwatch.times()
+            if number >= 0:
+                times[name].seconds.append(seconds)
+                times[name].hooks.append(hooks)
+    return times

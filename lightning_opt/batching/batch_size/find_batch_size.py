@@ -1,0 +1,104 @@
+"""Finds a batch size before training, without side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_opt.batching.batch_size.search import FoundSizes
+from lightning_opt.batching.batch_size.trials import Trials
+from lightning_opt.core.arguments import check_one_of, function_named
+from lightning_opt.core.modules.patching import Patches, do_nothing, replaced
+from lightning_opt.trainer.lightning import BaseCallback, package_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class SearchCallback(BaseCallback):
+    """Searches in ``setup``, then ends ``fit`` before other hooks run."""
+
+    def __init__(self, mode: str, max_size: int | None, *settings: Any) -> None:
+        self.mode, self.max_size, self.settings = mode, max_size, settings
+        self.stack = Patches()
+        self.found: FoundSizes | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [self]  # type: ignore[attr-defined]
+        self.found = Trials(trainer, pl_module, callbacks, *self.settings).find(
+            self.mode, self.max_size
+        )
+        # Lightning calls teardown at the end, but the module's setup has not run.
+        self.stack.enter_context(replaced(pl_module, teardown=do_nothing))
+        raise package_of(trainer).utilities.exceptions._TunerExitException
+
+
+def find_batch_size(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    train_dataloaders: Any = None,
+    datamodule: pl.LightningDataModule | None = None,
+    mode: str = "largest",
+    target: float = 0.9,
+    max_size: int | None = None,
+    budget_mb: float | None = None,
+    worst_batch: Callable[[int], Any] | str | None = None,
+) -> FoundSizes:
+    """Find the largest batch size that fits into memory, or the fastest size.
+
+    Each trial runs a few steps of a copy of the model, with the Trainer's strategy and precision
+    and copies of this library's callbacks, so that their memory counts. Model, optimizers, random
+    state, loaders, loggers and checkpoints stay unchanged. Under DDP all ranks find the same size.
+
+    Args:
+        trainer: The Trainer, before its ``fit``.
+        model: As for ``fit``.
+        train_dataloaders: As for ``fit``.
+        datamodule: As for ``fit``.
+        mode: ``"largest"``, or ``"fastest"`` for the size with the most samples per second, which
+            is often smaller. It times the largest size, its half, its quarter and so on, then the
+            neighbours of the best size. Times include loading and copying of batches.
+        target: Share of the nearest memory limit that a size may take; 1 for all of it.
+        max_size: The largest size to try; None for the number of samples.
+        budget_mb: An additional limit on the memory of this process on its device.
+        worst_batch: A function, or its import path, that takes a number of samples and returns the
+            batch of that size that needs the most memory, such as the longest sequences, in the
+            form in which the loader returns batches. It is used to measure memory, not time. None
+            for the loader's batches.
+
+    Returns:
+        The largest and the fastest size, and all trials; ``report()`` returns a table of them.
+
+    Raises:
+        ValueError: On several ranks, under strategies with collectives in forward or backward
+            passes (FSDP, tensor parallelism); for several training loaders, and for loaders whose
+            batch size cannot be changed; for an unknown ``mode``.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+        >>> trainer = L.Trainer(
+        ...     accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, **quiet
+        ... )
+        >>> found = lo.find_batch_size(trainer, BoringModel())
+        >>> found.largest  # all samples
+        64
+    """
+    check_one_of("mode", mode, ("largest", "fastest"))
+    function = function_named("worst_batch", worst_batch)
+    search_callback = SearchCallback(mode, max_size, target, budget_mb, function)
+    with (
+        search_callback.stack,
+        replaced(trainer, callbacks=[search_callback, *trainer.callbacks]),  # type: ignore[attr-defined]
+    ):
+        trainer.fit(model, train_dataloaders, datamodule=datamodule)
+    if search_callback.found is None:
+        raise ValueError(
+            f"The search ran in processes that {type(trainer.strategy).__name__} started and that "
+            "have ended. Use a strategy that does not start them with spawn or fork, or "
+            "DynamicBatchSize, which searches where it trains."
+        )
+    return search_callback.found

@@ -1,0 +1,198 @@
+"""Compares training steps on the parts of a batch with one on the whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+
+from lightning_opt.batching.fixed_draws import FixedDraws, WithoutDropout
+from lightning_opt.batching.splitting import Pieces, Splitter
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.modules.batches import ADVICE, UnsplittableBatchError
+from lightning_opt.core.modules.compiling import has_compiled_parts, run_eagerly
+from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.preserve import isolated_random
+from lightning_opt.core.modules.snapshots import advanced, snapshot
+from lightning_opt.core.modules.trial import WrittenParameters, loss_of, without_side_effects
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+TOLERANCE = 1e-3
+"""Differences up to this share of the gradient's norm count as rounding."""
+
+ROUNDING = 1e-6
+"""Differences up to this much between logged values count as rounding."""
+
+PARTS = 3
+"""Number of parts. Two halves would not show a loss over the hardest half of the samples."""
+
+
+class Comparison:
+    """Runs training steps on some samples of a batch, as a whole and in parts.
+
+    Nothing is logged, callbacks do not run, and random state, buffers, metrics, attributes,
+    gradients and parameters are restored. Dropout is off, and all parts get the random numbers of
+    the whole. BatchNorm uses its running statistics. Autocast is off, because its rounding would
+    hide differences.
+
+    Attributes:
+        problem: The reason why nothing could be compared.
+        fails_on_parts: Whether the reason is that ``training_step`` fails on parts.
+        ran_out: Whether the reason is memory.
+        error: The difference between the gradients, as a share of the gradient.
+        parameters: Names of parameters that a step itself writes.
+        state: Names of buffers and attributes that each step changes.
+        logged: Names of logged values that are not the mean of the parts' values.
+        sums: Names of logged values that are sums over samples.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        splitter: Splitter,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._trainer, self._module, self._splitter = trainer, module, splitter
+        self._batch, self._batch_idx = batch, batch_idx
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self.problem, self.fails_on_parts, self.ran_out, self.error = "", False, False, 0.0
+        self.parameters: list[str] = []
+        self.state: list[str] = []
+        self.logged: list[str] = []
+        self.sums: set[str] = set()
+
+    def count_samples(self) -> int:
+        """Return the number of samples; 0 if the batch cannot be split."""
+        try:
+            samples = self._splitter.count_samples(self._batch)
+            self._splitter.split(self._batch, min(2, samples))
+        except UnsplittableBatchError as error:
+            self.problem, self.fails_on_parts = str(error), True
+            return 0
+        return samples
+
+    def compare(self, samples: int, number: int) -> None:
+        """Compare ``samples`` samples, of the n-th part of the batch."""
+        self._written, self._draws = WrittenParameters(self._module), FixedDraws()
+        pieces = self._splitter.split(self._batch, -(-self.count_samples() // samples))
+        self.problem, self.ran_out = "", False
+        try:
+            self._run(*pieces[number % len(pieces)])
+        except UnsplittableBatchError as error:
+            self.problem, self.fails_on_parts = str(error), True
+        except Exception as error:  # noqa: BLE001 - the batch itself runs next
+            self.problem, self.ran_out = f"{type(error).__name__}: {error}", is_out_of_memory(error)
+
+    def _run(self, piece: Any, samples: int) -> None:
+        with self._trial():
+            try:
+                whole, logged = self._step(piece, 0, samples)
+            except Exception as error:
+                if piece is self._batch or is_out_of_memory(error):
+                    raise
+                self._step(self._batch, 0, samples)  # raises if the error has another cause
+                raise _failure(samples, error) from error
+            once = snapshot(self._module, Metric)
+            noise = float((self._step(piece, 0, samples)[0] - whole).norm())
+            twice = snapshot(self._module, Metric)
+        size = float(whole.norm())
+        if size == 0.0:  # no loss, or samples without labels
+            return
+        parts = self._splitter.split(piece, min(PARTS, samples))
+        shares = self._splitter.shares(parts)
+        logged_in_parts = []
+        with self._trial():
+            for (gradient, own), share in zip(self._steps(parts), shares, strict=True):
+                whole -= gradient * share
+                logged_in_parts.append(own)
+            self.state = advanced(once, twice, snapshot(self._module, Metric))
+        written = () if has_compiled_parts(self._module) else set(self._written.parameters or ())
+        self.parameters = [n for n, own in self._module.named_parameters() if own in written]
+        difference = float(whole.norm())
+        if not math.isfinite(difference):
+            self.problem = (
+                "the gradient is not finite. If a part of a batch has no labelled tokens, divide "
+                "by their number.clamp(min=1)."
+            )
+        elif difference > TOLERANCE * size and noise > difference / 10:
+            self.problem = (
+                "the same samples give another gradient when training_step runs again, because of "
+                "state or of random numbers that are not torch's."
+            )
+        else:
+            self.error = difference / size
+            for name, value in logged.items():
+                values = [own.get(name, math.nan) for own in logged_in_parts]
+                weighted = (own * share for own, share in zip(values, shares, strict=True))
+                mean = float(sum(weighted) / sum(shares))
+                if value and math.isclose(value, sum(values), rel_tol=TOLERANCE):
+                    self.sums.add(name)
+                elif abs(value - mean) > TOLERANCE * abs(value) + ROUNDING:
+                    self.logged.append(name)
+
+    def _steps(self, parts: Pieces) -> Iterator[tuple[Tensor, dict[str, float]]]:
+        start = 0
+        for part, samples in parts:
+            try:
+                with isolated_random(self._module.device):
+                    yield self._step(part, start, samples)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise _failure(samples, error) from error
+            start += samples
+
+    def _step(self, piece: Any, start: int, samples: int) -> tuple[Tensor, dict[str, float]]:
+        """Return the gradient as a vector, and the values that are logged as means."""
+        logged: dict[str, float] = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            value = value._forward_cache if isinstance(value, Metric) else value
+            is_mean = kwargs.get("reduce_fx", "mean") == "mean" and "batch_size" not in kwargs
+            if is_mean and value is not None and torch.as_tensor(value).ndim == 0:
+                logged[name] = float(torch.as_tensor(value).detach())
+
+        self._draws.begin(start, samples)
+        with replaced(self._module, log=log), WithoutDropout(), self._draws, torch.enable_grad():
+            loss = loss_of(self._trainer, self._module, copy.deepcopy(piece), self._batch_idx)
+            if loss is None:
+                return torch.zeros(1, device=self._module.device), {}
+            gradients = torch.autograd.grad(
+                loss, self._parameters, allow_unused=True, materialize_grads=True
+            )
+        return torch.cat([gradient.flatten().float() for gradient in gradients]), logged
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(without_side_effects(self._trainer, self._module, self._written))
+            if has_compiled_parts(self._module):
+                stack.enter_context(run_eagerly())
+            for layer in self._module.modules():
+                if isinstance(layer, _BatchNorm):
+                    stack.enter_context(replaced(layer, training=False))
+            if self._trainer.precision.endswith("-mixed"):
+                plugin = self._trainer.precision_plugin
+                stack.enter_context(replaced(plugin, train_step_context=nullcontext))
+            yield
+
+
+def _failure(samples: int, error: Exception) -> Exception:
+    # One sample may be too few for other reasons.
+    kind = UnsplittableBatchError if samples > 1 else RuntimeError
+    return kind(
+        f"training_step fails on a part of the batch, and not on a larger part: "
+        f"{type(error).__name__}: {error} Perhaps a tensor is padded to the longest "
+        f"sample of the whole batch, or its first dimension is not the batch. {ADVICE}"
+    )

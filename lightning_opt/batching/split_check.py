@@ -1,0 +1,181 @@
+"""Checks on the first batches whether the parts of a batch give its gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_opt.batching.comparison import TOLERANCE, Comparison
+from lightning_opt.batching.splitting import Splitter
+from lightning_opt.core.measure.exhaustion import recover_memory
+from lightning_opt.core.modules.batches import UnsplittableBatchError
+from lightning_opt.core.modules.sharding import largest_over_ranks, step_groups
+from lightning_opt.trainer.lightning import DDPStrategy, SingleDeviceStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+TOLERANCE_16_BIT = 5e-2
+"""The tolerance for parameters of 16 bits."""
+
+CHECKED_BATCHES = frozenset(2**n for n in range(7))
+"""Which batches are checked. The first alone is not enough: it may lack padding."""
+
+MAX_SAMPLES = 8
+"""A check takes at most this many samples of a batch."""
+
+MAX_NAMES = 5
+"""Most names in a warning."""
+
+
+class SplitCheck:
+    """Warns if the parts of a batch do not give the gradient of the whole batch.
+
+    At some of the first batches, it compares some samples as a whole and in parts, and leaves no
+    trace in the run. See :class:`Comparison`.
+
+    Args:
+        owner: The callback's name.
+        per_token: The callback's argument for a loss that is a mean over tokens.
+        splitter: Splits the batches.
+        splits: Whether the callback splits batches. If so, ``training_step`` runs once per part,
+            and state that it changes and values that it logs matter too.
+
+    Attributes:
+        sums: Names of values that are logged as means but are sums over samples.
+        parameters_change: Whether ``training_step`` itself writes parameters.
+    """
+
+    def __init__(self, owner: str, per_token: str, splitter: Splitter, splits: bool) -> None:
+        self._owner, self._per_token, self._splitter = owner, per_token, splitter
+        self._splits = splits
+        self._batches = 0
+        self._has_compared = False
+        self._messages: dict[str, str] = {}
+        self._reported: set[str] = set()
+        self.sums: set[str] = set()
+        self.parameters_change = False
+
+    def look(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        size: int | None = None,
+    ) -> None:
+        """Check this batch, if it is due. All ranks must call this.
+
+        Args:
+            trainer: The Trainer.
+            module: The LightningModule.
+            batch: The batch.
+            batch_idx: Its number.
+            size: The most samples that a part may have; None if batches may run whole.
+
+        Raises:
+            UnsplittableBatchError: If ``training_step`` fails on parts, and ``size`` is given.
+        """
+        self._batches += 1
+        if self._batches not in CHECKED_BATCHES:
+            return
+        found = self._compare(trainer, module, batch, batch_idx, size)
+        if found.fails_on_parts and size is not None:
+            raise UnsplittableBatchError(found.problem)
+        self.sums |= found.sums
+        self.parameters_change |= bool(found.parameters)
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
+        self._describe(found, TOLERANCE_16_BIT if half else TOLERANCE)
+        if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
+            self._messages["BatchNorm"] = (
+                "BatchNorm takes its statistics from the samples of one training_step, so "
+                "gradients and running statistics differ from those of one large batch. GroupNorm "
+                "and LayerNorm do not have this problem."
+            )
+
+    def _compare(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        size: int | None,
+    ) -> Comparison:
+        found = Comparison(trainer, module, self._splitter, batch, batch_idx)
+        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+            found.problem = "the parameters are sharded."
+            return found
+        samples = found.count_samples()
+        if samples == 1 and not self._splits:
+            found.problem = "a batch has only one sample."
+        fewest = -_agree(trainer, -samples)[0]
+        samples = int(min(fewest, MAX_SAMPLES, max(2, size or MAX_SAMPLES)))
+        _share(trainer, found)
+        while samples > 1:
+            found.compare(samples, self._batches)
+            if not _share(trainer, found):
+                break
+            recover_memory(trainer.strategy.root_device)
+            samples //= 2
+        return found
+
+    def _describe(self, found: Comparison, tolerance: float) -> None:
+        names = [*found.parameters, *(found.state if self._splits else ())]
+        if names:
+            self._messages["state"] = (
+                f"each training_step changes {', '.join(names[:MAX_NAMES])}, and it runs several "
+                "times for what would be one large batch. Change such state once per batch, in "
+                "on_train_batch_start or on_train_batch_end."
+            )
+        if found.problem:
+            if not (names or self._has_compared):
+                self._messages["problem"] = (
+                    "it was not possible to check whether the parts of a batch add up to its "
+                    f"gradient: {found.problem}"
+                )
+            return
+        self._has_compared = True
+        if found.error > tolerance:
+            self._messages["gradient"] = (
+                "the parts of a batch do not add up to its gradient: for a few samples they are "
+                f"off by {found.error:.1%}. For a mean over tokens, pass {self._per_token} and "
+                "count, a function of the batch that counts them. A training_step that compares "
+                "or mixes samples (a contrastive loss, mixup, hard-example mining) needs its large "
+                "batch as a whole."
+            )
+        elif found.logged and self._splits:
+            self._messages["logged"] = (
+                f"a split batch logs the mean of its parts' values for {found.logged}, which is "
+                "not the value of the whole batch. Values of an epoch are exact for metrics of "
+                "torchmetrics."
+            )
+
+    def report(self) -> None:
+        """Warn once of each finding. Called when the batch itself has run without an error."""
+        while self._messages:
+            kind, message = self._messages.popitem()
+            if kind not in self._reported:
+                self._reported.add(kind)
+                rank_zero_warn(f"{self._owner}: {message}")
+
+
+def _share(trainer: pl.Trainer, found: Comparison) -> bool:
+    """Make a comparison alike on all ranks, except for names. Return whether memory ran out."""
+    failed, fails_on_parts, ran_out, found.error = _agree(
+        trainer, bool(found.problem), found.fails_on_parts, found.ran_out, found.error
+    )
+    if failed and not found.problem:
+        found.problem = "another rank could not run parts of its batch."
+    found.fails_on_parts = bool(fails_on_parts)
+    return bool(ran_out)
+
+
+def _agree(trainer: pl.Trainer, *numbers: float) -> list[float]:
+    """Return the maximum of each number over the ranks that step together."""
+    groups = step_groups(trainer)
+    if not groups:
+        return list(numbers)
+    return largest_over_ranks(numbers, trainer.strategy.root_device, groups[0])

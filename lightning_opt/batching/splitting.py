@@ -1,0 +1,89 @@
+"""Splits batches into parts, and weights the losses of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from lightning_opt.core.modules.batches import (
+    ADVICE,
+    Reading,
+    UnsplittableBatchError,
+    read_batch,
+    split_into,
+)
+
+Pieces: TypeAlias = Sequence[tuple[Any, int]]
+"""Parts of a batch, each with its number of samples."""
+
+LOSSES = ("mean_over_samples", "mean_over_tokens", "sum")
+
+
+class Splitter:
+    """Splits batches and weights the losses of the parts.
+
+    Args:
+        split: The user's function, or None.
+        loss: One of ``LOSSES``.
+        count: For a mean over tokens, the user's function that counts them.
+
+    Attributes:
+        several_loaders: Whether a batch has one entry per loader.
+    """
+
+    def __init__(
+        self,
+        split: Callable[[Any, int], Pieces] | None,
+        loss: str,
+        count: Callable[[Any], Any] | None,
+    ) -> None:
+        self._split, self._loss, self._count = split, loss, count
+        self.several_loaders = False
+
+    def split(self, batch: Any, parts: int) -> Pieces:
+        if self._split is None:
+            return split_into(batch, parts, self._read(batch))
+        pieces = list(self._split(batch, parts))
+        if len(pieces) != parts or any(len(piece) != 2 or piece[1] < 1 for piece in pieces):
+            raise ValueError(
+                f"split(batch, {parts}) must return {parts} pairs `(part, samples)` with at least "
+                f"one sample each, got {len(pieces)}: {[str(piece)[:60] for piece in pieces]}."
+            )
+        return pieces
+
+    def count_samples(self, batch: Any) -> int:
+        if self._split is None:
+            return self._read(batch).samples
+        [(_, samples)] = self.split(batch, 1)
+        return samples
+
+    def _read(self, batch: Any) -> Reading:
+        return _read_each(batch) if self.several_loaders else read_batch(batch)
+
+    def shares(self, pieces: Pieces) -> list[Any]:
+        """Return the factor on each part's loss: a number, or a tensor that is never read."""
+        if len(pieces) == 1 or self._loss == "sum":
+            return [1.0] * len(pieces)
+        weights: list[Any] = [samples for _, samples in pieces]
+        if self._count is not None:
+            weights = [self._count(piece) for piece, _ in pieces]
+            weights = [w.detach() if isinstance(w, Tensor) else w for w in weights]
+        total = sum(weights[1:], weights[0])
+        if not isinstance(total, Tensor) and total == 0:
+            return [0.0] * len(pieces)
+        return [weight / total for weight in weights]
+
+
+def _read_each(batch: Any) -> Reading:
+    """Read a batch with one entry per loader, where an exhausted loader has None."""
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    readings = {key: read_batch(entry) for key, entry in entries if entry is not None}
+    samples = {key: reading.samples for key, reading in readings.items()}
+    if len(set(samples.values())) != 1:
+        raise UnsplittableBatchError(
+            f"The loaders have different numbers of samples in a batch: {samples}. {ADVICE}"
+        )
+    lists = frozenset[int]().union(*(reading.lists for reading in readings.values()))
+    return Reading(next(iter(samples.values())), lists)
