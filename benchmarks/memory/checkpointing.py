@@ -30,7 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import (
     FlopCounterMode,
     sdpa_backward_flop_count,
@@ -50,7 +54,7 @@ from lightning_opt.memory.checkpointing.policies import (
     Plan,
     make_plan,
 )
-from lightning_opt.memory.checkpointing.selective import SaveExpensive, Selection
+from lightning_opt.memory.checkpointing.selective import Selection
 from lightning_opt.memory.checkpointing.step_profile import StepRunner, profile_step
 from lightning_opt.memory.meters import measuring
 
@@ -69,6 +73,8 @@ SLOW = {"transformer", "GPT-2", "ViT"}
 OTHERS = {"GPT-2", "ViT"}
 """Models of `transformers`: fewer policies, and torchtitan's policy."""
 TORCHTITAN = "torchtitan"
+TORCH = "torch's checkpoint"
+"""Every block under ``torch.utils.checkpoint``, for the cost of this package's own wrapper."""
 M_MMAP_THRESHOLD = -3
 """Of ``mallopt`` in glibc."""
 NOTES = [
@@ -109,8 +115,9 @@ class Step:
             return time_in_turns({"": self}, rounds=1, warmup=0, device=self.device)[""][0]
 
     def candidate(self, plan: str) -> Callable[[Callable[[], Any]], Any]:
-        """Return a function that calls another one under a described plan, or as torchtitan."""
-        return torchtitan(self) if plan == TORCHTITAN else self.under(read(plan, self))
+        """Return a function that calls another one under a described plan, or as others do."""
+        others = {TORCHTITAN: torchtitan, TORCH: every_block_by_torch}
+        return others[plan](self) if plan in others else self.under(read(plan, self))
 
     def plan(self, policy: str) -> Plan:
         settings = POLICIES[policy]
@@ -133,6 +140,22 @@ class Step:
                     del forward.module.forward
 
         return call
+
+
+def every_block_by_torch(step: Step) -> Callable[[Callable[[], Any]], Any]:
+    """Return a function that calls another one with every block under torch's ``checkpoint``."""
+    modules = [module for block in find_blocks(step.model) for module in block.modules]
+
+    def call(function: Callable[[], Any]) -> Any:
+        for module in modules:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        try:
+            return function()
+        finally:
+            for module in modules:
+                del module.forward
+
+    return call
 
 
 def torchtitan(step: Step) -> Callable[[Callable[[], Any]], Any]:
@@ -236,13 +259,8 @@ def described(plan: Plan) -> str:
     entries = []
     for group in plan:
         selection = group.selection() if group.selection is not None else None
-        entries.append(
-            {
-                "blocks": [block.name for block in group.blocks],
-                "kept": None if selection is None else sorted(selection.kept or ()),
-                "rule": getattr(selection and selection.rule, "min_flops", None),
-            }
-        )
+        settings = selection and [selection.min_flops, selection.kept and sorted(selection.kept)]
+        entries.append([[block.name for block in group.blocks], settings])
     return json.dumps(entries)
 
 
@@ -250,13 +268,13 @@ def read(plan: str, step: Step) -> Plan:
     """Return the plan for the step's model that :func:`described` wrote."""
     blocks = {block.name: block for block in find_blocks(step.model)}
     groups = []
-    for entry in json.loads(plan):
+    for names, settings in json.loads(plan):
         selection = None
-        if entry["kept"]:
-            selection = partial(Selection, None, frozenset(tuple(place) for place in entry["kept"]))
-        elif entry["kept"] is not None:
-            selection = partial(Selection, SaveExpensive(entry["rule"]))
-        groups.append(BlockGroup(tuple(blocks[name] for name in entry["blocks"]), selection))
+        if settings is not None:
+            min_flops, kept = settings
+            kept = None if kept is None else frozenset(map(tuple, kept))
+            selection = partial(Selection, min_flops, kept)
+        groups.append(BlockGroup(tuple(blocks[name] for name in names), selection))
     return groups
 
 
@@ -298,6 +316,7 @@ def measure(
     step()
     policies = [policy for policy in POLICIES if name not in OTHERS or "," not in policy]
     plans = {policy: described(step.plan(policy)) for policy in policies}
+    plans[TORCH] = TORCH
     if name in OTHERS:
         plans[TORCHTITAN] = TORCHTITAN
     runner = StepRunner(step, torch.device(device))
@@ -338,7 +357,7 @@ def measure(
     for row in rows:
         if row["policy"] in outcomes:
             budget, outcome = float(row["policy"].split(", ")[1]), outcomes[row["policy"]]
-            row["predicted"] = round((outcome.solution.peak + profile.reserve) / unchecked, 3)
+            row["predicted"] = round((outcome.predicted + profile.reserve) / unchecked, 3)
             row["off by"] = round(100 * abs(row["predicted"] - row["peak"]), 1)
             row["feasible"] = outcome.fits
             row["within"] = row["peak"] <= budget

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_opt.core.measure.memory import PeakMeter
 from lightning_opt.core.modules.batches import tensors_of
-from lightning_opt.core.modules.sharding import local_part
-from lightning_opt.core.modules.trial import returns_views
+from lightning_opt.core.modules.trial import returns_views, storages_of
 
 
 class StorageMeter(TorchDispatchMode):
@@ -35,18 +34,17 @@ class StorageMeter(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if not returns_views(func):
-            inputs = {id(leaf.untyped_storage()) for leaf in tensors_of((args, kwargs))}
+            inputs = {id(s) for leaf in tensors_of((args, kwargs)) for s in storages_of(leaf)}
             for leaf in tensors_of(output):
                 self._count(leaf, inputs)
         return output
 
     def _count(self, tensor: Tensor, inputs: set[int]) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)  # all tensors of a live storage share this object
-        if key in self._held or key in inputs:
-            return
-        self._held[key] = storage.nbytes(), ref(storage, partial(self._remove, key))
-        self._live += storage.nbytes()
+        for storage in storages_of(tensor):
+            key = id(storage)  # all tensors of a live storage share this object
+            if key not in self._held and key not in inputs:
+                self._held[key] = storage.nbytes(), ref(storage, partial(self._remove, key))
+                self._live += storage.nbytes()
         self._peak = max(self._peak, self._live)
 
     def adopt(self, tensors: Iterable[Tensor]) -> int:
@@ -93,11 +91,13 @@ def measuring(device: torch.device) -> AbstractContextManager[Meter]:
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
     """Return the bytes of tensors on this rank and device type; shared storages count once."""
-    local = (local_part(tensor) for tensor in tensors)
-    storages = (
-        t.untyped_storage() for t in local if device is None or t.device.type == device.type
-    )
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes = {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in tensors
+        if device is None or tensor.device.type == device.type
+        for storage in storages_of(tensor)
+    }
+    return sum(sizes.values())
 
 
 def state_tensors(optimizers: Iterable[Any]) -> list[Tensor]:

@@ -84,31 +84,6 @@ def referents(thing: Any) -> list[Any]:
     return [item for item in held if not is_a(item, _OPAQUE) and item is not None]
 
 
-def referrer_chain(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[Any]:
-    """Return a chain of references from a named object to ``thing``, which no walk reached.
-
-    Each link requires a search of all objects, which takes a tenth of a second.
-    """
-    chain, seen = [thing], {id(item) for item in ignore} | {id(thing)}
-    modules = {id(vars(m)): m for m in list(sys.modules.values()) if m is not None}
-    for _ in range(depth):
-        seen.add(id(chain))
-        holders = [
-            holder
-            for holder in gc.get_referrers(chain[0])
-            if id(holder) not in seen and not is_a(holder, FrameType)
-        ]
-        if not holders:
-            break
-        named = [holder for holder in holders if id(holder) in modules or _has_name(holder)]
-        holder = (named or holders)[0]
-        seen.update((id(holder), id(holders), id(named)))
-        chain.insert(0, modules.get(id(holder), holder))
-        if is_a(chain[0], (ModuleType, type, nn.Module)):
-            break
-    return chain
-
-
 def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
     """Return whether the type of ``thing`` is a subclass of ``kinds``.
 
@@ -116,10 +91,6 @@ def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
     whose object is gone.
     """
     return issubclass(type(thing), kinds)
-
-
-def _has_name(thing: Any) -> bool:
-    return not is_a(thing, (dict, list, tuple, set, CellType))
 
 
 def describe(chain: Sequence[Any], root: str) -> str:
@@ -137,23 +108,6 @@ def describe(chain: Sequence[Any], root: str) -> str:
             text += _step(holder, held)
     # Write submodules as attributes.
     return re.sub(r"\._(?:modules|parameters|buffers)\['(.*?)'\]", r".\1", text)
-
-
-def owners(chain: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Return the objects of a chain, each with its attribute that holds the next; last first."""
-    found = []
-    for index in range(len(chain) - 2, -1, -1):
-        holder, next_index = _module_of(chain[index]), index + 1
-        if is_a(holder, (dict, list, tuple, set, deque, CellType)):
-            continue
-        if _dict_of(holder) is chain[next_index] and next_index + 1 < len(chain):
-            next_index += 1
-        name = _attribute(holder, chain[next_index])
-        if name in ("_modules", "_parameters", "_buffers") and next_index + 1 < len(chain):
-            name = _key(chain[next_index], chain[next_index + 1])
-        if name is not None:
-            found.append((holder, str(name)))
-    return found
 
 
 def _module_of(thing: Any) -> Any:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_opt.core.arguments import check_at_least, check_positive
@@ -38,6 +37,7 @@ from lightning_opt.memory.checkpointing.policies import (
     make_plan,
     select_modules,
 )
+from lightning_opt.trainer.lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ActivationCheckpointing(RunCallback):
     Blocks are joined into segments as the model runs, if the output of one is the input of the
     next. Otherwise, and under torch.compile or FSDP, each is recomputed on its own.
 
-    With ``"auto"`` the training step runs twenty to forty times on the first batch before the
+    With ``"auto"`` the training step runs up to twenty times on the first batch before the
     first optimizer step. Random state, gradients, buffers, metrics and attributes of plain types
     are restored, nothing is logged, and no optimizer steps. A larger batch that would exceed the
     budget gets a new plan.

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_opt.core.arguments import check_positive
@@ -17,14 +16,15 @@ from lightning_opt.core.modules.blocks import Block
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.memory.checkpointing.forward import parts_of
-from lightning_opt.memory.checkpointing.knapsack import Decision, Solution, smallest_peak, solve
-from lightning_opt.memory.checkpointing.policies import BlockGroup, Plan, count_recomputed
+from lightning_opt.memory.checkpointing.knapsack import Option, solve
+from lightning_opt.memory.checkpointing.policies import Plan, count_recomputed, every_layer
 from lightning_opt.memory.checkpointing.standing_memory import (
     bucket_bytes,
     present_bytes,
     standing_bytes,
 )
 from lightning_opt.memory.checkpointing.step_profile import StepProfile, StepRunner, profile_step
+from lightning_opt.trainer.lightning import FSDPStrategy, ModelParallelStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,7 +51,8 @@ class BudgetError(ValueError):
             f"{smallest:.3f} of their peak without recomputation. Raise the budget to "
             f"budget_mb={math.ceil(10 * smallest_mb) / 10:.1f} or "
             f"budget={math.ceil(1000 * smallest) / 1000:.3f}, make the batch smaller, or pass "
-            "strict=False to train with the smallest peak."
+            "strict=False to train with the smallest peak. Policies 'block' and 'sqrt' may need "
+            "less where blocks hold little more than their input."
         )
         self.smallest_mb, self.smallest = smallest_mb, smallest
 
@@ -100,13 +101,13 @@ class StepPlan:
 
     Attributes:
         plan: The blocks to recompute.
-        solution: The decisions of the plan and its predicted peak.
-        peak: Measured peak of the activations, in bytes.
+        predicted: Predicted peak of the activations, in bytes.
+        peak: The same, measured.
         excess: Bytes above the limit, as the maximum over ranks.
     """
 
     plan: Plan
-    solution: Solution
+    predicted: int
     peak: int
     excess: float
 
@@ -116,7 +117,7 @@ class StepPlan:
 
 
 def plan_step(profile: StepProfile, limit: float) -> StepPlan:
-    """Return the fastest plan within ``limit`` bytes, or the one with the smallest peak.
+    """Return the fastest plan within ``limit`` bytes, or the one that recomputes every block.
 
     The peak of the plan is measured. If it exceeds the limit, a second plan is made for a limit
     lowered by the excess.
@@ -124,46 +125,34 @@ def plan_step(profile: StepProfile, limit: float) -> StepPlan:
     limit -= profile.reserve
     target = limit
     for _ in range(2):
-        solutions = (
-            solve(profile.units, profile.head_peak, target, length) for length in profile.lengths
-        )
-        solution = profile.runner.broadcast(next(filter(None, solutions), None))
+        solution = solve(profile.units, profile.head_peak, target)
+        solution = profile.runner.broadcast(solution)
         if solution is None:
             break
-        step_plan = _measure(profile, solution, limit)
+        plan = to_plan(profile, solution.options)
+        step_plan = _measure(profile, plan, solution.peak, limit)
         if step_plan.fits:
             return step_plan
         target -= 1.1 * step_plan.excess
-    alone = tuple(Decision(i, i + 1, unit.options[0]) for i, unit in enumerate(profile.units))
-    candidates = [
-        _measure(profile, profile.runner.broadcast(solution), limit)
-        for solution in (smallest(profile), Solution(alone, round(profile.peak()), 0.0))
-    ]
-    return min(candidates, key=lambda candidate: candidate.excess)
+    return _measure(profile, smallest_plan(profile), round(profile.peak()), limit)
 
 
-def smallest(profile: StepProfile) -> Solution:
-    """Return the decisions with the smallest predicted peak."""
-    return smallest_peak(profile.units, profile.head_peak, profile.lengths[-1])
+def smallest_plan(profile: StepProfile) -> Plan:
+    return every_layer([unit.block for unit in profile.units])
 
 
-def _measure(profile: StepProfile, solution: Solution, limit: float) -> StepPlan:
-    plan = to_plan(profile, solution)
+def _measure(profile: StepProfile, plan: Plan, predicted: int, limit: float) -> StepPlan:
     peak = profile.runner.peak(plan)
-    return StepPlan(plan, solution, peak, profile.runner.largest(peak - limit))
+    return StepPlan(plan, predicted, peak, profile.runner.largest(peak - limit))
 
 
-def to_plan(profile: StepProfile, solution: Solution) -> Plan:
-    """Convert the decisions to a plan for the model."""
-    plan = []
-    for decision in solution.decisions:
-        name = decision.option.name
-        if name == "keep":
-            continue
-        units = profile.units[decision.start : decision.stop]
-        selection = None if name == "recompute" else units[0].selection_factory(int(name))
-        plan.append(BlockGroup(tuple(unit.block for unit in units), selection))
-    return plan
+def to_plan(profile: StepProfile, options: Sequence[Option]) -> Plan:
+    """Convert the options of the blocks to a plan for the model."""
+    return [
+        unit.group(option.kept)
+        for unit, option in zip(profile.units, options, strict=True)
+        if option.kept is not None
+    ]
 
 
 # --- one batch ------------------------------------------------------------------------------------
@@ -201,7 +190,7 @@ class BatchPlan:
     def scalars(self) -> dict[str, float]:
         scalars = {
             "checkpointing/unchecked_peak_mb": self.profile.unchecked_peak / MB,
-            "checkpointing/predicted_peak_mb": self.step_plan.solution.peak / MB,
+            "checkpointing/predicted_peak_mb": self.step_plan.predicted / MB,
             "checkpointing/peak_mb": self.step_plan.peak / MB,
             "checkpointing/step_ms": 1e3 * self.seconds,
         }
@@ -218,7 +207,7 @@ class BatchPlan:
             f"ActivationCheckpointing('auto'): {count_recomputed(self.plan)} of "
             f"{len(profile.units)} blocks recomputed. Peak of activations "
             f"{profile.unchecked_peak / MB:.1f} MB{predicted} -> {step_plan.peak / MB:.1f} MB "
-            f"(predicted {step_plan.solution.peak / MB:.1f}, budget {self.limit / MB:.1f}); "
+            f"(predicted {step_plan.predicted / MB:.1f}, budget {self.limit / MB:.1f}); "
             f"step {unchecked} -> {1e3 * self.seconds:.1f} ms."
         )
 
@@ -264,9 +253,7 @@ def plan_batch(
             )
             return replace(first, shapes=shapes)
         if trainer.world_size > 1:
-            least = smallest(first.profile)
-            plan = to_plan(first.profile, least)
-            step_plan = replace(first.step_plan, plan=plan, solution=least)
+            step_plan = replace(first.step_plan, plan=smallest_plan(first.profile))
             return replace(first, step_plan=step_plan, shapes=shapes)
     device = pl_module.device
     full = standing_bytes(pl_module, trainer.optimizers)
@@ -276,8 +263,7 @@ def plan_batch(
     room = -largest_over_ranks([pending - free], device)[0]
     step = TrialStep(trainer, pl_module, batch, batch_idx)
     runner = StepRunner(step, device, trainer.strategy.broadcast)
-    # Recomputing a segment of sharded blocks would gather parameters in another order.
-    profile = profile_step(runner, blocks, join=not sharded, room=room)
+    profile = profile_step(runner, blocks, room)
     unchecked_peak = profile.unchecked_peak + profile.reserve
     # A larger batch keeps the limit of the first one.
     limit = first.limit if first else budget.for_activations(unchecked_peak, standing, room)

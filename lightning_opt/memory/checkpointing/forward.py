@@ -8,10 +8,10 @@ traced by torch.compile.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import islice
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import is_checkpointed
 from lightning_opt.core.modules.patching import ReplacedForward
-from lightning_opt.core.modules.preserve import GENERATORS
-from lightning_opt.memory.checkpointing.process_state import ProcessState, WrittenBuffers
+from lightning_opt.core.modules.preserve import Undo, random_states
+from lightning_opt.core.modules.state_kinds import GENERATORS
 from lightning_opt.memory.checkpointing.segments import Chain
 from lightning_opt.memory.checkpointing.selective import ContextPair, Selection
+from lightning_opt.memory.checkpointing.written_buffers import Entry, WrittenBuffers
 
 PLAIN_TYPES = (
     bool,
@@ -38,21 +39,17 @@ PLAIN_TYPES = (
     torch.device,
     nn.Module,
 )
+PLAIN_LEAVES = (Tensor, *PLAIN_TYPES)
 # Levels of nested attributes and items that are compared. Key-value caches need this many.
 MAX_DEPTH = 5
 
 
-class Probe:
-    """Contexts around each run of a checkpointed module, used to measure. This one does nothing."""
+class Probe(Protocol):
+    """Contexts around each run and each recomputation of a module, used to measure."""
 
-    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def forward(self, module: nn.Module) -> AbstractContextManager[Any]: ...
 
-    def after_forward(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Receive the outputs of a first run."""
-
-    def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def recompute(self, module: nn.Module) -> AbstractContextManager[Any]: ...
 
 
 class CheckpointedForward(ReplacedForward):
@@ -62,9 +59,6 @@ class CheckpointedForward(ReplacedForward):
         module: The module whose ``forward`` this replaces.
         chain: Joins consecutive calls into segments. None: use torch's checkpoint.
         selection: The operators whose outputs are kept; ``None`` keeps only the inputs.
-
-    Attributes:
-        keep_all: Call the probe, but recompute nothing.
     """
 
     recomputes = True
@@ -75,9 +69,11 @@ class CheckpointedForward(ReplacedForward):
         super().__init__(module)
         self.chain = chain
         self.selection = selection
-        self.keep_all = False
-        self.probe = Probe()
+        self.probe: Probe | None = None
+        self.has_run = False
         self.buffers = WrittenBuffers(module)
+        # The device of a parameter counts even if no argument is on it.
+        self.parameter = next(module.parameters(), None)
         values = (value for part in module.modules() for value in vars(part).values())
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
 
@@ -95,64 +91,67 @@ class CheckpointedForward(ReplacedForward):
         """Run the module; if gradients are enabled, prepare its recomputation."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling() and self.buffers.read_only:
-            # Dynamo traces this as one operator that handles random state itself.
-            module, cls, shadowed = self.module, type(self.module), self.shadowed
+        if not torch.compiler.is_compiling():
+            return self._run(args, kwargs)
+        if not self.buffers.read_only:
+            return self._run_outside_of_the_graph(args, kwargs)
+        # Dynamo traces this as one operator that handles random state itself.
+        module, cls, shadowed = self.module, type(self.module), self.shadowed
 
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if shadowed is not None:
-                    return shadowed(*args, **kwargs)
-                return cls.forward(module, *args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if shadowed is not None:
+                return shadowed(*args, **kwargs)
+            return cls.forward(module, *args, **kwargs)
 
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return self._run(args, kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_outside_of_the_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(args, kwargs)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = _Run(self, args, kwargs)
-        if self.keep_all:
-            return run.first(*args, **kwargs)
+        run = Run(self, args, kwargs)
+        leaves, run.leaves = run.leaves, []
         if self.chain is not None:
-            segment = self.chain.segment_for(args, kwargs)
-            return segment.run(run.first, run.again, args, kwargs)
+            return self.chain.run(run, leaves)
         # torch detects inputs that were changed in place only if they are separate arguments.
-        leaves, run.spec = tree_flatten((args, kwargs))
         return checkpoint(
             run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
         )
 
 
-class _Run:
+class Run:
     """One forward pass through a module, and its recomputations.
 
-    As a context manager it restores the state of the first run for a recomputation. It can be
-    entered repeatedly, because a graph may have several backward passes.
+    The first call is the forward pass. As a context manager it restores the state of that pass for
+    a recomputation. It can be entered repeatedly, because a graph may have several backward passes.
     """
 
     def __init__(
         self, owner: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.owner = owner
-        self.arguments: Any = (args, kwargs)
-        self.spec: Any = None
-        self.has_run = False
-        self.buffer_values: dict[tuple[nn.Module, str], Tensor] = {}
-        self._copies = owner.buffers.copies()
-        self._recompute_context: AbstractContextManager[Any] = nullcontext()
-        self._stack = ExitStack()
-        received = [item for item in objects_in(self.arguments) if isinstance(item, GENERATORS)]
-        # The module's device counts even if no argument is on it.
-        tensors = (*islice(owner.module.parameters(), 1), *tensors_of(self.arguments))
-        self.state = ProcessState(
-            (tensor.device for tensor in tensors), [*owner.generators, *received]
-        )
-
-    def __call__(self, *leaves: Any) -> Any:
-        if not self.has_run:  # pass the original containers: a block may append to one
-            args, kwargs = self.arguments
-            return self.first(*args, **kwargs)
-        args, kwargs = tree_unflatten(list(leaves), self.spec)
-        return self._repeat(*args, **kwargs)
+        self._owner = owner
+        self._arguments: Any = (args, kwargs)
+        self._spec: Any = None
+        self.leaves: list[Any] = list(args)
+        if kwargs or not all(isinstance(leaf, PLAIN_LEAVES) for leaf in args):
+            self.leaves, self._spec = tree_flatten((args, kwargs))
+        self._objects = [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN_LEAVES)]
+        self._tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        if self._objects:
+            self._tensors += tensors_of(self._objects)
+        self.devices = {tensor.device for tensor in self._tensors}
+        if owner.parameter is not None:
+            self.devices.add(owner.parameter.device)
+        self._generators = owner.generators
+        if self._objects:
+            received = [item for item in self._objects if isinstance(item, GENERATORS)]
+            self._generators = [*owner.generators, *received]
+        self._random = random_states(self.devices, self._generators)
+        self._buffers = owner.buffers.save()
+        self._written: list[Entry] = []
+        self._operators: AbstractContextManager[Any] = nullcontext()
+        self._undo: list[Undo] = []
 
     def contexts(self) -> ContextPair:
         """Return the contexts for torch's checkpoint; this object is the one of the recomputation.
@@ -160,49 +159,60 @@ class _Run:
         The selection's own context is entered after the buffers are copied, so it does not record
         the copies.
         """
-        selection = self.owner.selection
-        forward, recompute = selection.contexts() if selection else (nullcontext(), nullcontext())
-        self._recompute_context = recompute
+        selection = self._owner.selection
+        if selection is None:
+            return nullcontext(), self
+        forward, self._operators = selection.contexts()
         return forward, self
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self.state.restored())
-            stack.enter_context(self.owner.buffers.replaced_by_copies(self.buffer_values))
-            stack.enter_context(self._recompute_context)
-            self._stack = stack.pop_all()
+        self._undo = random_states(self.devices, self._generators)
+        for restore in self._random:
+            restore()
+        originals = self._owner.buffers.replace(self._written)
+        self._undo.append(partial(self._owner.buffers.restore, originals))
+        self._operators.__enter__()
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        self._operators.__exit__(*error)
+        for undo in self._undo:
+            undo()
 
-    def first(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.owner
-        self.arguments = None
-        inputs = list(tensors_of((args, kwargs)))
-        objects = objects_in((args, kwargs))
-        versions = [tensor._version for tensor in inputs]
-        contents = contents_of(objects)
-        with owner.probe.forward(owner.module, inputs):
+    def __call__(self, *leaves: Any) -> Any:
+        if self._arguments is not None:
+            return self._first()
+        args, kwargs = leaves, {}
+        if self._spec is not None:
+            args, kwargs = tree_unflatten(list(leaves), self._spec)
+        owner = self._owner
+        if owner.probe is None:
+            return owner.original(*args, **kwargs)
+        with owner.probe.recompute(owner.module):
+            return owner.original(*args, **kwargs)
+
+    def _first(self) -> Any:
+        owner = self._owner
+        (args, kwargs), self._arguments = self._arguments, None  # a block may append to a list
+        tensors, self._tensors = self._tensors, []
+        objects, self._objects = self._objects, []
+        contents = contents_of(objects) if objects else []
+        versions = [] if owner.has_run else [tensor._version for tensor in tensors]
+        if owner.probe is None:
             output = owner.original(*args, **kwargs)
-        owner.probe.after_forward(owner.module, list(tensors_of(output)))
-        self.buffer_values = owner.buffers.written_since(self._copies)
-        self._copies = []
-        self.has_run = True
-        if not owner.keep_all:
-            if versions != [tensor._version for tensor in inputs]:
+        else:
+            with owner.probe.forward(owner.module):
+                output = owner.original(*args, **kwargs)
+        self._written = owner.buffers.written_since(self._buffers)
+        self._buffers = []
+        if not owner.has_run:  # later, autograd's own error suffices
+            owner.has_run = True
+            if versions != [tensor._version for tensor in tensors]:
                 raise InputChangedError(owner.module)
+        if objects:
             for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
                 if before != after:
                     raise InputChangedError(owner.module, item)
         return output
-
-    def again(self, *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return self._repeat(*args, **kwargs)
-
-    def _repeat(self, *args: Any, **kwargs: Any) -> Any:
-        with self.owner.probe.recompute(self.owner.module):
-            return self.owner.original(*args, **kwargs)
 
 
 class InputChangedError(RuntimeError):
@@ -229,12 +239,6 @@ class InputChangedError(RuntimeError):
             )
         super().__init__(message)
         self.module = module
-
-
-def objects_in(tree: Any) -> list[Any]:
-    """Return the arguments that are neither tensors nor plain values."""
-    leaves = tree_flatten(tree)[0]
-    return [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN_TYPES))]
 
 
 def contents_of(objects: Iterable[Any]) -> list[Any]:

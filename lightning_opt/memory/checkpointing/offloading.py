@@ -4,42 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from lightning_opt.core.modules.batches import tensors_of
-
-
-class HostCopy:
-    """A CUDA tensor in pinned host memory.
-
-    The copies to the host and back are queued on the stream of the computation, so the host does
-    not wait, and device memory is not reused too early.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._device = tensor.device
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._host.copy_(tensor.detach(), non_blocking=True)
-
-    def to_device(self) -> Tensor:
-        return self._host.to(self._device, non_blocking=True)
-
-
-class _CachedCopy(NamedTuple):
-    storage: ref[Any]
-    copy: ref[HostCopy]
+from lightning_opt.core.modules.trial import storages_of
 
 
 class Offload:
-    """Moves tensors that a training step saves to the host.
+    """torch's ``save_on_cpu`` around a training step, except for parameters, buffers and the batch.
 
-    torch's ``save_on_cpu`` would also move parameters, and would move a tensor again for each
-    operator that saves it.
+    Moving those would free no memory.
 
     Attributes:
         nbytes: Bytes that the latest step moved.
@@ -47,61 +25,32 @@ class Offload:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._resident: set[int] = set()
-        self._copies: dict[Any, _CachedCopy] = {}
 
     def around(self, model: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step`` with offloading. Parameters, buffers and the batch stay on the device."""
+        """Return ``step`` with offloading."""
+        on_host = save_on_cpu(pin_memory=True)
 
         @wraps(step)
         def offloading(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return step(*args, **kwargs)
-            resident = [*model.parameters(), *model.buffers(), *tensors_of((args, kwargs))]
-            self._resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
+            kept = (*model.parameters(), *model.buffers(), *tensors_of((args, kwargs)))
+            addresses = {storage.data_ptr() for tensor in kept for storage in storages_of(tensor)}
             self.nbytes = 0
-            _ACTIVE.append(self)
-            try:
-                with saved_tensors_hooks(self.pack, unpack):
-                    return step(*args, **kwargs)
-            finally:
-                _ACTIVE.remove(self)
-                self._copies = {}
+
+            def pack(tensor: Tensor) -> Any:
+                storages = list(storages_of(tensor))
+                # A broadcast tensor has more elements than its storage.
+                is_small = sum(storage.nbytes() for storage in storages) < tensor.nbytes
+                if is_small or any(storage.data_ptr() in addresses for storage in storages):
+                    return tensor
+                self.nbytes += tensor.nbytes
+                return on_host.pack_hook(tensor)
+
+            def unpack(packed: Any) -> Tensor:
+                return packed if isinstance(packed, Tensor) else on_host.unpack_hook(packed)
+
+            with saved_tensors_hooks(pack, unpack):
+                return step(*args, **kwargs)
 
         return offloading
-
-    def pack(self, tensor: Tensor) -> Tensor | HostCopy:
-        """Return a copy on the host, or ``tensor`` itself if moving it frees no memory."""
-        storage = tensor.untyped_storage()
-        on_device = tensor.is_cuda and type(tensor) is Tensor
-        # A broadcast tensor has more elements than its storage.
-        if (
-            not on_device
-            or storage.data_ptr() in self._resident
-            or tensor.nbytes > storage.nbytes()
-        ):
-            return tensor
-        # Several operators often save the same tensor.
-        key = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
-        cached = self._copies.get(key)
-        if cached is not None and cached.storage() is storage:
-            copy = cached.copy()
-            if copy is not None:
-                return copy
-        copy = HostCopy(tensor)
-        self._copies[key] = _CachedCopy(ref(storage), ref(copy))
-        self.nbytes += tensor.nbytes
-        return copy
-
-
-_ACTIVE: list[Offload] = []
-
-
-def pack(tensor: Tensor) -> Tensor | HostCopy:
-    """Pack a tensor that is held outside of autograd, if the running step offloads."""
-    tensor = tensor.detach()
-    return _ACTIVE[-1].pack(tensor) if _ACTIVE else tensor
-
-
-def unpack(packed: Tensor | HostCopy) -> Tensor:
-    return packed.to_device() if isinstance(packed, HostCopy) else packed

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_opt.core.modules.blocks import Block
 from lightning_opt.memory.checkpointing.forward import CheckpointedForward, Probe
 from lightning_opt.memory.checkpointing.segments import Chain
-from lightning_opt.memory.checkpointing.selective import SaveExpensive, Selection
+from lightning_opt.memory.checkpointing.selective import Selection
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,10 @@ class AppliedPlan:
     def __exit__(self, *error: object) -> None:
         self.undo()
 
-    def attach(self, probe: Probe, keep_all: bool = False) -> None:
-        """Call ``probe`` around each later run; with ``keep_all``, recompute nothing."""
+    def attach(self, probe: Probe) -> None:
+        """Call ``probe`` around each later run."""
         for forward in self.forwards:
             forward.probe = probe
-            forward.keep_all = keep_all
 
     def undo(self) -> None:
         """Restore the model. Calling it again has no effect."""
@@ -110,7 +109,7 @@ def selective(blocks: Sequence[Block], min_flops: float | None) -> Plan:
 
     A block that consists of several layers of a Sequential is recomputed fully.
     """
-    selection = partial(Selection, SaveExpensive(min_flops))
+    selection = partial(Selection, min_flops)
     return [
         BlockGroup((block,), selection if len(block.modules) == 1 else None) for block in blocks
     ]

@@ -1,26 +1,23 @@
-"""Recomputes several consecutive blocks as one segment.
+"""Consecutive blocks that are recomputed together, so that only the first one's inputs are kept.
 
-``torch.utils.checkpoint.checkpoint`` takes one function, but a model that loops over its blocks
-calls them one by one. A :class:`Segment` applies the same method to a list of calls:
-saved tensors become placeholders while a block runs, and the first placeholder that the backward
-pass unpacks runs all calls of the segment again.
+torch's ``checkpoint`` takes one function, and the blocks of a model are called one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_opt.core.modules.batches import tensors_of
-from lightning_opt.memory.checkpointing.offloading import pack, unpack
 
-Function = Callable[..., Any]
+if TYPE_CHECKING:
+    from lightning_opt.memory.checkpointing.forward import Run
 
 
 class _Placeholder:
@@ -36,102 +33,107 @@ class _EarlierOutput(NamedTuple):
     position: int
 
 
-class _Input:
-    """A tensor from outside the segment, detached: its graph would reference the segment again."""
+class _KeptInput(NamedTuple):
+    """Marks an input from outside of the segment."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.packed = pack(tensor)
-        self.version = tensor._version
-        self.requires_grad = tensor.requires_grad
-
-    def get(self) -> Tensor:
-        # Autograd checks the versions only of tensors that it saved itself.
-        if isinstance(self.packed, Tensor) and self.packed._version != self.version:
-            raise RuntimeError(
-                f"An input of a checkpointed block, of shape {tuple(self.packed.shape)}, was "
-                "changed in place after the block had run, so the block cannot be recomputed. Use "
-                "an out-of-place operation there, or do not checkpoint this block."
-            )
-        return unpack(self.packed).detach().requires_grad_(self.requires_grad)
+    position: int
+    requires_grad: bool
 
 
-class _Output:
-    """Identifies an output of a call among the inputs of later calls."""
+class _Keep(torch.autograd.Function):
+    """Saves tensors with autograd, which checks that nothing writes to them."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = ref(tensor)
-        self.version = tensor._version
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
 
-    def matches(self, value: Any) -> bool:
-        tensor = self.tensor()
-        return tensor is not None and tensor is value and tensor._version == self.version
+
+class _Call(NamedTuple):
+    run: Run
+    leaves: list[Any]
+    kept: Any  # the node of `_Keep`; None if no input is from outside
+    autocast: list[dict[str, Any]]
+
+    def repeat(self, outputs: list[list[Tensor]]) -> Any:
+        kept = () if self.kept is None else self.kept.saved_tensors
+        leaves = [
+            kept[leaf.position].detach().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, _KeptInput)
+            else outputs[leaf.call][leaf.position]
+            if isinstance(leaf, _EarlierOutput)
+            else leaf
+            for leaf in self.leaves
+        ]
+        with ExitStack() as stack:
+            for settings in self.autocast:
+                stack.enter_context(torch.autocast(**settings))
+            stack.enter_context(self.run)
+            return self.run(*leaves)
+
+
+def _autocast_settings(devices: Iterable[torch.device]) -> list[dict[str, Any]]:
+    return [
+        {
+            "device_type": device_type,
+            "enabled": torch.is_autocast_enabled(device_type),
+            "dtype": torch.get_autocast_dtype(device_type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for device_type in {"cpu", *(device.type for device in devices)}
+        if torch.amp.is_autocast_available(device_type)
+    ]
 
 
 class _StopRecomputationError(Exception):
     """Ends a recomputation once every saved tensor is available again."""
 
 
-class _Call(NamedTuple):
-    function: Function
-    leaves: list[Any]
-    spec: TreeSpec
-
-    def repeat(self, outputs: list[list[Tensor]]) -> Any:
-        leaves = [
-            leaf.get()
-            if isinstance(leaf, _Input)
-            else outputs[leaf.call][leaf.position]
-            if isinstance(leaf, _EarlierOutput)
-            else leaf
-            for leaf in self.leaves
-        ]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return self.function(*args, **kwargs)
-
-
 class Segment:
-    """The calls of one forward pass that are recomputed together.
-
-    Inputs that are outputs of an earlier call of the segment are not kept.
-    """
+    """The calls of one forward pass that are recomputed together."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self._outputs: list[list[_Output]] = []
+        self._outputs: list[list[tuple[ref[Tensor], int]]] = []  # with their versions
         self._saved: list[tuple[ref[_Placeholder], torch.Size, torch.dtype]] = []
         self._restored = 0
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def continues(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def continues(self, leaves: list[Any]) -> bool:
         """Return whether an input is an unchanged output of the latest call."""
-        return any(
-            output.matches(leaf)
-            for leaf in tree_flatten((args, kwargs))[0]
-            for output in self._outputs[-1]
-        )
+        last = len(self) - 1
+        found = (self._find(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        return any(place is not None and place.call == last for place in found)
 
-    def run(
-        self, function: Function, repeat: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call ``function`` now, and ``repeat`` in the recomputation."""
-        leaves, spec = tree_flatten((args, kwargs))
-        kept = [self._keep(leaf) for leaf in leaves]
-        self._calls.append(_Call(repeat, kept, spec))
+    def run(self, run: Run, leaves: list[Any]) -> Any:
+        """Call a block now, and again in the recomputation."""
+        places: list[Any] = []
+        kept: list[Tensor] = []
+        for leaf in leaves:
+            place: Any = leaf
+            if isinstance(leaf, Tensor):
+                place = self._find(leaf) or _KeptInput(len(kept), leaf.requires_grad)
+                if isinstance(place, _KeptInput):
+                    kept.append(leaf.detach())  # its graph may hold this segment
+            places.append(place)
+        node = None
+        if kept:
+            anchor = torch.empty(0, requires_grad=True)  # gives the output a node
+            node = _Keep.apply(anchor, *kept).grad_fn  # type: ignore[no-untyped-call]
+        self._calls.append(_Call(run, places, node, _autocast_settings(run.devices)))
         with saved_tensors_hooks(self._pack, self._unpack):
-            output = function(*args, **kwargs)
-        self._outputs.append([_Output(tensor) for tensor in tensors_of(output)])
+            output = run(*leaves)
+        self._outputs.append([(ref(tensor), tensor._version) for tensor in tensors_of(output)])
         return output
 
-    def _keep(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def _find(self, tensor: Tensor) -> _EarlierOutput | None:
         for call, outputs in enumerate(self._outputs):
-            for position, output in enumerate(outputs):
-                if output.matches(leaf):
+            for position, (output, version) in enumerate(outputs):
+                if output() is tensor and tensor._version == version:
                     return _EarlierOutput(call, position)
-        return _Input(leaf)
+        return None
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
         placeholder = _Placeholder()
@@ -161,7 +163,8 @@ class Segment:
         )
 
     def _restore(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         index = self._restored
         reference, shape, dtype = self._saved[index]
         self._restored += 1
@@ -186,13 +189,13 @@ class Chain:
         self.limit = limit
         self._open: ref[Segment] | None = None  # weak, so that only the graph keeps a segment alive
 
-    def segment_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Segment:
-        """Return the open segment if a call with these inputs continues it, else a new one."""
+    def run(self, run: Run, leaves: list[Any]) -> Any:
+        """Call a block in the open segment if its inputs continue it, else in a new one."""
         segment = self._open() if self._open is not None else None
-        if segment is None or len(segment) >= self.limit or not segment.continues(args, kwargs):
+        if segment is None or len(segment) >= self.limit or not segment.continues(leaves):
             segment = Segment()
             self._open = ref(segment)
-        return segment
+        return segment.run(run, leaves)
 
     def __reduce__(self) -> tuple[type[Chain], tuple[int]]:
         return Chain, (self.limit,)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_opt.core.modules.batches import tensors_of
-from lightning_opt.core.modules.trial import returns_views, written_by
+from lightning_opt.core.modules.trial import returns_views, storages_of, written_by
 
 ContextPair: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -34,19 +32,15 @@ class Operator:
         key: Its name and position.
         flops: Operations as torch counts them: matrix products, convolutions and attention.
         nbytes: Size of its outputs.
-        seconds: Time including dispatch; asynchronous devices are synchronized.
         keepable: Whether its output can be kept instead of running it again. False for views, for
             in-place and random operators (later ones would draw other numbers), and for outputs
             that are written afterwards.
-        computes: Whether it does more than return a view.
     """
 
     key: OperatorKey
     flops: int
     nbytes: int
-    seconds: float
     keepable: bool
-    computes: bool
 
 
 @dataclass
@@ -87,12 +81,6 @@ class OperatorProfile:
         """
         return self.recomputations > self.runs
 
-    @property
-    def recomputes_output(self) -> bool:
-        """Whether a recomputation runs the last operator that computes something."""
-        computing = [i for i, operator in enumerate(self.operators) if operator.computes]
-        return bool(computing) and (self.repeated or 0) > computing[-1]
-
 
 class _RepeatCounter(TorchDispatchMode):
     def __init__(self, profile: OperatorProfile) -> None:
@@ -120,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         self.operators = profile.operators = []
         self._counts: Counter[str] = Counter()
         self._producers: dict[int, Operator] = {}  # by the address of an output's memory
-        self._alive: list[Tensor] = []  # keeps their addresses from being reused
+        self._alive: list[torch.UntypedStorage] = []  # keeps their addresses from being reused
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -131,34 +119,28 @@ class _Recorder(TorchDispatchMode):
         device = next((tensor.device for tensor in tensors_of(args)), None)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         before = _generator_state(device) if seeded else None
-        start = _now(device)
         output = func(*args, **kwargs)
-        seconds = _now(device) - start
         is_random = before is not None and not torch.equal(before, _generator_state(device))
-        written = list(written_by(func, args, kwargs))
-        for tensor in written:
-            producer = self._producers.get(tensor.untyped_storage().data_ptr())
-            if producer is not None:
-                producer.keepable = False
-        aliases = returns_views(func)
-        outputs = list(tensors_of(output))
+        for tensor in written_by(func, args, kwargs):
+            for storage in storages_of(tensor):
+                if storage.data_ptr() in self._producers:
+                    self._producers[storage.data_ptr()].keepable = False
+        storages = [storage for leaf in tensors_of(output) for storage in storages_of(leaf)]
         # `_unsafe_view` and similar operators wrongly declare their output as new memory.
-        new = [leaf for leaf in outputs if leaf.untyped_storage().data_ptr() not in self._producers]
-        key = (str(func), self._counts[str(func)])
-        self._counts[str(func)] += 1
+        new = [storage for storage in storages if storage.data_ptr() not in self._producers]
+        if returns_views(func):
+            new = []
         operator = Operator(
-            key=key,
+            key=(str(func), self._counts[str(func)]),
             flops=count_flops(func, args, kwargs, output),
-            nbytes=0 if aliases else sum(leaf.untyped_storage().nbytes() for leaf in new),
-            seconds=seconds,
-            keepable=bool(new) and not aliases and not is_random,
-            computes=bool(written) or not aliases,
+            nbytes=sum(storage.nbytes() for storage in new),
+            keepable=bool(new) and not is_random,
         )
+        self._counts[str(func)] += 1
         self.operators.append(operator)
         if operator.keepable:
-            for leaf in new:
-                self._producers[leaf.untyped_storage().data_ptr()] = operator
-                self._alive.append(leaf.detach())
+            self._producers.update((storage.data_ptr(), operator) for storage in new)
+            self._alive.extend(new)
         return output
 
 
@@ -182,35 +164,37 @@ def _generator_state(device: torch.device | None) -> Tensor:
     return torch.get_rng_state()
 
 
-def _now(device: torch.device | None) -> float:
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 class Selection:
     """Keeps the outputs of some operators of a block.
 
     Args:
-        rule: Selects the operators to keep from those that would run again. The first run keeps
-            only the inputs and records these operators.
-        kept: The operators to keep, if they are selected already. Give either this or ``rule``.
+        min_flops: Keep operators with at least this number of operations; below 1, it is a share of
+            the block's operations; ``None`` selects every operator whose operations torch counts.
+            The first run keeps only the inputs and records the operators.
+        kept: The operators to keep, if they are selected already.
     """
 
     def __init__(
-        self,
-        rule: Callable[[Sequence[Operator]], frozenset[OperatorKey]] | None = None,
-        kept: frozenset[OperatorKey] | None = None,
+        self, min_flops: float | None = None, kept: frozenset[OperatorKey] | None = None
     ) -> None:
-        assert (rule is None) != (kept is None)
-        self.rule = rule
+        self.min_flops = min_flops
         self.kept = kept
         self.profile = OperatorProfile()
 
+    def chosen(self) -> tuple[Operator, ...]:
+        """Return the operators to keep of those that a recomputation would run."""
+        if self.profile.recomputed_twice:
+            return ()
+        operators = self.profile.repeated_operators()
+        min_flops = self.min_flops or 1
+        if min_flops < 1:
+            min_flops *= sum(operator.flops for operator in operators)
+        return tuple(op for op in operators if op.keepable and op.flops >= min_flops)
+
     def contexts(self) -> ContextPair:
         profile = self.profile
-        if self.rule is not None and self.kept is None and profile.repeated is not None:
-            self.kept = self.rule([] if profile.recomputed_twice else profile.repeated_operators())
+        if self.kept is None and profile.repeated is not None:
+            self.kept = frozenset(operator.key for operator in self.chosen())
         if self.kept is None:
             return profile.forward(), profile.recompute()
         if not self.kept:
@@ -233,21 +217,3 @@ class _SaveOperators:
         counts[name] += 1
         keep = key in self._kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@dataclass(frozen=True)
-class SaveExpensive:
-    """Rule that keeps operators with at least ``min_flops`` operations.
-
-    Attributes:
-        min_flops: A number of operations; below 1, a share of the block's operations; ``None`` for
-            every operator whose operations torch counts.
-    """
-
-    min_flops: float | None = None
-
-    def __call__(self, operators: Sequence[Operator]) -> frozenset[OperatorKey]:
-        min_flops = self.min_flops or 1
-        if min_flops < 1:
-            min_flops *= sum(operator.flops for operator in operators)
-        return frozenset(op.key for op in operators if op.keepable and op.flops >= min_flops)

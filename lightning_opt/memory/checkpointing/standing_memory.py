@@ -23,9 +23,6 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
     The prediction steps a copy of the optimizer on meta tensors of the parameters' shapes.
     """
     present = state_tensors([optimizer])
-    if isinstance(optimizer, torch.optim.LBFGS):  # directions and differences grow with the steps
-        (group,) = optimizer.param_groups
-        return int(2 * group["history_size"] + 4) * storage_bytes(group["params"])
     if present:
         return storage_bytes(present)
     shapes = Counter(

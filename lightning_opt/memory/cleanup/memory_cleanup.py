@@ -20,7 +20,6 @@ from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
     Usage,
-    growth_figures,
     live_bytes,
     resident_memory,
 )
@@ -143,18 +142,15 @@ class MemoryCleanup(RunCallback):
 
     Each limit is watched separately: the device, the machine, the container's control group,
     ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used; the cache of the CUDA
-    allocator does not, because the next step uses it. Every cleanup is measured. If it
-    frees almost nothing, the next cleanup waits for a higher level, and one warning suggests other
-    ways to save memory. After three such cleanups in a row there are no more, until use has fallen
-    below ``release``.
+    allocator does not, because the next step uses it. Every cleanup is measured. If it frees almost
+    nothing, the next one starts at a higher use, and one warning suggests other ways to save
+    memory. After three such cleanups in a row there are none until use falls below ``release``.
 
-    Use is read every ``every_n_steps`` steps. A single process also checks one cheap counter at
-    each step, and reads use early if the counter has grown by half of the distance to the
-    threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce: either all
-    ranks clean up or none. On an accelerator they read the result at the next such step, so no host
-    waits.
+    Use is read every ``every_n_steps`` batches. Several ranks agree in one all-reduce: either all
+    ranks clean up or none. On an accelerator they read the result at the next such batch, so no
+    host waits.
 
-    Logged at every reading on the schedule, and at each cleanup:
+    Logged at every reading:
 
     ========================== ================================================================
     ``memory/used_fraction``   used share of the fullest limit, as the maximum over ranks
@@ -175,7 +171,8 @@ class MemoryCleanup(RunCallback):
         actions: Any of ``"gc"`` (collect reference cycles), ``"cuda_cache"`` (empty the cache of
             the CUDA allocator) and ``"malloc_trim"`` (return free pages of the C library's heap to
             the system).
-        every_n_steps: Steps from one reading to the next, at least 1.
+        every_n_steps: Batches from one reading to the next, at least 1. A single process also
+            counts batches of validation.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range.
@@ -193,7 +190,7 @@ class MemoryCleanup(RunCallback):
         release: float = 0.7,
         cooldown_steps: int = 50,
         actions: Sequence[Action] = ACTIONS,
-        every_n_steps: int = 20,
+        every_n_steps: int = 5,
     ) -> None:
         check_between("release", release, 0, 1)
         check_between("threshold", threshold, 0, 1)
@@ -219,8 +216,6 @@ class MemoryCleanup(RunCallback):
         self._advised: set[str] = set()
         self._pressures: dict[str, Pressure] = {}
         self._pending_results: DelayedReads[None] = DelayedReads()
-        self._last_counters: tuple[int, ...] = ()  # at the last reading
-        self._growth_allowed = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the limits of this process and its device."""
@@ -231,64 +226,40 @@ class MemoryCleanup(RunCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Read memory use if it is due or has grown, and clean if it is high."""
-        if self._limits is None:
-            return
+        """Read memory use if it is due, and clean if it is high."""
         self._steps += 1
-        due = self._schedule.is_due(self._steps)
+        if self._limits is None or not self._schedule.is_due(self._steps):
+            return
         if groups := step_groups(trainer):
-            if due:
-                self._agree(trainer, pl_module, groups)
-        elif due or self._has_grown():
-            self._check(trainer, pl_module, due=due)
+            self._agree(trainer, pl_module, groups)
+            return
+        usages, high = self._read()
+        if high:
+            self._clean(trainer, pl_module, high)
+            usages, _ = self._read()
+        self._log(trainer, _largest(usages))
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Read memory use on a single process; ranks may validate different numbers of batches."""
-        if self._limits is not None and trainer.world_size == 1 and self._has_grown():
-            self._check(trainer, pl_module, due=False)
-
-    def _has_grown(self) -> bool:
-        assert self._limits is not None
-        now = growth_figures(self._limits.device)
-        return not self._last_counters or any(
-            after - before > self._growth_allowed
-            for after, before in zip(now, self._last_counters, strict=True)
-        )
+        """Do the same on a single process; ranks may validate different numbers of batches."""
+        if trainer.world_size == 1:
+            self.on_train_batch_end(trainer, pl_module)
 
     def _read(self) -> tuple[list[Usage], list[Usage]]:
-        """Return all limits and the high ones; set the growth allowed until an early read."""
+        """Return all limits, and those whose use is high."""
         assert self._limits is not None
         usages, high = self._limits.read(), []
-        device, self._growth_allowed = self._limits.device, math.inf
-        self._last_counters = growth_figures(device)
         for usage in usages:
             pressure = self._pressures.setdefault(
                 usage.source, Pressure(self.threshold, self.release_below, self.cooldown_steps)
             )
             if pressure.is_high(self._steps, usage.fraction):
                 high.append(usage)
-            # The cheap counter covers only the device.
-            elif device.type == "cpu" or usage.source == str(device):
-                # At least 1%, so that a nearly full limit is not read at every step.
-                distance = max(pressure.level(self._steps) - usage.fraction, 0.01)
-                self._growth_allowed = min(self._growth_allowed, distance * usage.total / 2)
         return usages, high
 
-    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, due: bool) -> None:
-        usages, high = self._read()
-        if high:
-            self._clean(trainer, pl_module, high)
-            usages, _ = self._read()
-        if high or due:
-            self._log(trainer, _largest(usages))
-
     def _agree(self, trainer: pl.Trainer, pl_module: pl.LightningModule, groups: Groups) -> None:
-        """Start an all-reduce; if one rank needs a cleanup, all ranks clean at the same step.
-
-        On an accelerator the result of the all-reduce is read at the next call, so no host waits.
-        """
+        """If one rank needs a cleanup, all ranks clean at the same step."""
         device = trainer.strategy.root_device
         if not reads_are_free(device):
             self._act_on_agreement(trainer, pl_module)
@@ -313,7 +284,7 @@ class MemoryCleanup(RunCallback):
         assert self._limits is not None
         effects = clean(self.actions, self._limits.device)
         after = {usage.source: usage for usage in self._limits.read()}
-        worst = max(high, key=lambda usage: usage.fraction, default=None)
+        worst = max(high, key=lambda usage: usage.fraction)
         useful = False
         for usage in high:
             now = after.get(usage.source, usage)
@@ -336,8 +307,6 @@ class MemoryCleanup(RunCallback):
                 )  # fmt: skip
         self._cleanups += 1
         self._seconds += sum(effect.seconds for effect in effects)
-        if worst is None:
-            return
         event = {
             "step": trainer.global_step,
             "source": worst.source,

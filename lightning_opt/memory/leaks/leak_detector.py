@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,6 +22,7 @@ from lightning_opt.memory.leaks.suspects import (
     find_suspects,
     read_counters,
     take_census,
+    user_modules,
 )
 from lightning_opt.memory.object_graph import Root
 from lightning_opt.trainer.run_callback import RunCallback
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 COUNT_INTERVALS = (3, 3, 2)
 """Samples between counts; unequal, so that a periodic change does not look like growth."""
 
+FRAMEWORKS = ("lightning.", "lightning_opt.", "pytorch_lightning.")
+
 FIRST_PAUSE = 100
 """Steps without a search after the first search that found nothing; doubled after each one."""
 
@@ -42,12 +44,12 @@ Phase = Literal["train", "validation"]
 
 
 class LeakDetector(RunCallback):
-    """Notices steady memory growth, and reports what grows, what holds it and the line of source.
+    """Notices steady memory growth, and names the object that grows and what holds it.
 
     On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
     If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,
     it counts all containers and autograd graphs four times over the next steps. It reports those
-    that grew every time, with their holder and, if found, the line of source that fills them.
+    that grew every time, with the path that leads to them.
     A container that may be cleared at the end of an epoch is only reported if it still grows in the
     next epoch, or if memory would run out before. Without a trend, nothing is counted.
 
@@ -229,13 +231,7 @@ class LeakDetector(RunCallback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         things = [module, *trainer.loggers, *callbacks, *([] if data is None else [data])]
         roots: list[Root] = [(type(thing).__name__, thing) for thing in things]
-        roots.append(("trainer", trainer))
-        names = dict.fromkeys(type(thing).__module__ for thing in things)
-        return roots + [
-            (name, vars(sys.modules[name]))
-            for name in names
-            if name in sys.modules and not name.startswith(("lightning.", "lightning_opt."))
-        ]
+        return [*roots, ("trainer", trainer), *user_modules()]
 
     def diagnose(self) -> list[Verdict]:
         """Return a verdict on the fastest-growing suspect."""
@@ -260,7 +256,6 @@ class LeakDetector(RunCallback):
                 "step": suspect.step,
                 "kind": suspect.kind,
                 "where": suspect.where,
-                "line": suspect.line,
                 "items a step": suspect.per_step,
                 "of": suspect.items,
                 "KB a step": suspect.kb_per_step,

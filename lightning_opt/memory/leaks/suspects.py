@@ -1,24 +1,19 @@
 """Detect growth and describe suspects.
 
 Cheap counters are sampled during the run. In a search, all containers and autograd graphs are
-counted several times. Those that grew every time are suspects, with the path of their holder and
-the line of source that fills them.
+counted several times. Those that grew every time are suspects, with the path that leads to them.
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
-import linecache
-import re
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -157,6 +152,8 @@ MAX_SUSPECTS = 5
 MEASURED_ITEMS = 3
 """Number of newest items of a container whose size is measured."""
 
+BASE_CLASSES = ("lightning/pytorch/core", "pytorch_lightning/core", "nn/modules/module.py")
+
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -164,14 +161,12 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 class Suspect:
     """A probable leak.
 
-    ``where`` is an expression that leads to the object from the module or a Python module. ``line``
-    is the ``file:line`` that fills it. ``items`` describes the items, of which ``per_step`` are
-    added per step.
+    ``where`` is an expression that leads to the object from the module or a Python module.
+    ``items`` describes the items, of which ``per_step`` are added per step.
     """
 
     kind: Kind
     where: str
-    line: str | None
     items: str
     per_step: float
     kb_per_step: float
@@ -182,11 +177,21 @@ class Suspect:
         return ADVICE[self.kind]
 
     def __str__(self) -> str:
-        line = f" ({self.line})" if self.line else ""
         return (
-            f"{self.kind}: {self.where}{line} grows by {self.per_step:.3g} {self.items} a step, "
+            f"{self.kind}: {self.where} grows by {self.per_step:.3g} {self.items} a step, "
             f"{self.kb_per_step:.3g} KB a step."
         )
+
+
+def user_modules() -> list[Root]:
+    """Return the names and namespaces of imported Python modules outside of installed libraries."""
+    own = str(Path(__file__).parents[2])
+    files = {name: getattr(module, "__file__", None) for name, module in [*sys.modules.items()]}
+    return [
+        (name, vars(sys.modules[name]))
+        for name, file in files.items()
+        if file and not file.startswith((*_LIBRARIES, own))
+    ]
 
 
 def find_suspects(
@@ -202,7 +207,7 @@ def find_suspects(
     rate = graph_growth(counts)
     tensor = longest_graph() if rate >= MIN_ITEMS_PER_STEP else None
     if tensor is not None:
-        chain = walk.path(tensor) or object_graph.referrer_chain(tensor, [walk.found])
+        chain = walk.path(tensor) or [tensor]
         suspects.append(_graph_suspect(chain, walk.name(chain[0]), rate, counts[-1].step))
     largest = max((s.kb_per_step for s in suspects), default=0.0)
     relevant = [s for s in suspects if s.kb_per_step >= 0.1 * largest]
@@ -227,9 +232,7 @@ def _container_suspects(
     )
     suspects = []
     for key in largest_first[:MAX_SUSPECTS]:
-        chain = walk.path(things[key]) or object_graph.referrer_chain(
-            things[key], [things, walk.found]
-        )
+        chain = walk.path(things[key]) or [things[key]]
         if not any(item is searcher for item in chain):
             where = object_graph.describe(chain, walk.name(chain[0]))
             kb_per_step = rates[key] * sizes[key] / 1024
@@ -246,16 +249,15 @@ def _container_suspect(
     with_graph = any(tensor.grad_fn is not None for item in items for tensor in _tensors(item))
     kind: Kind = "graph" if with_graph else "container"
     item_type = type(items[-1]).__name__ if items else "items"
-    line = _source_line(object_graph.owners(chain))
-    return Suspect(kind, where, line, item_type, rate, kb_per_step, counts[-1].step)
+    return Suspect(kind, where, item_type, rate, kb_per_step, counts[-1].step)
 
 
 def _graph_suspect(chain: Sequence[Any], root: str, rate: float, step: int) -> Suspect:
     tensor = chain[-1]
     node = tensor.grad_fn.name() if tensor.grad_fn is not None else "?"
     operations = f"operations (now {graph_size(tensor):,}, the last of them {node})"
-    where, line = object_graph.describe(chain, root), _source_line(object_graph.owners(chain))
-    return Suspect("graph", where, line, operations, rate, rate, step)
+    where = object_graph.describe(chain, root)
+    return Suspect("graph", where, operations, rate, rate, step)
 
 
 def _item_size(container: Any) -> float:
@@ -269,52 +271,6 @@ def _newest(container: Any) -> list[Any]:
     """Return the newest items of a container, or any items of an unordered one."""
     values: Any = list(container.items()) if is_a(container, Mapping) else list(container)
     return list(values[-MEASURED_ITEMS:])
-
-
-def _source_line(holders: Sequence[tuple[Any, str]]) -> str | None:
-    """Return the line that appends to, adds to or assigns one of the attributes.
-
-    Args:
-        holders: Objects and attribute names, the nearest first. The user's code is preferred to
-            libraries, even if its object is further away.
-    """
-    lines = [line for owner, name in holders if (line := _line_of(owner, name)) is not None]
-    users_lines = [line for line in lines if not line[0].startswith(_LIBRARIES)]
-    return next((f"{_short(file)}:{number}" for file, number in [*users_lines, *lines]), None)
-
-
-def _line_of(owner: Any, attribute: str) -> tuple[str, int] | None:
-    fills = re.compile(
-        rf"\b{re.escape(attribute)}(\[[^\]]*\])*\s*"
-        r"(\.(append|appendleft|extend|add|put|put_nowait|update|setdefault|insert)\(|\[.*\]\s*=|\+=)"
-    )
-    sets = re.compile(rf"\b{re.escape(attribute)}\b[^=(]*=(?!=)")
-    adds = re.compile(rf"{sets.pattern}.*\b{re.escape(attribute)}\b")
-    for pattern in (fills, adds, sets):
-        for file in _files_of(owner):
-            for number, text in enumerate(linecache.getlines(file), 1):
-                if pattern.search(text):
-                    return file, number
-    return None
-
-
-def _files_of(owner: Any) -> list[str]:
-    if is_a(owner, FunctionType):
-        return [owner.__code__.co_filename]
-    files = []
-    for kind in [owner] if inspect.ismodule(owner) else type(owner).__mro__:
-        try:
-            file = inspect.getsourcefile(kind)
-        except (OSError, TypeError):
-            continue
-        base_class = file and ("lightning/pytorch/core" in file or "nn/modules/module.py" in file)
-        if file and not base_class:
-            files.append(file)
-    return list(dict.fromkeys(files))
-
-
-def _short(file: str) -> str:
-    return str(Path(*Path(file).parts[-2:]))
 
 
 def _tensors(item: Any, depth: int = 2) -> list[Tensor]:

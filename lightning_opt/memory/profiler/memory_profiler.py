@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resident_memory
 from lightning_opt.core.measure.reading import Schedule
-from lightning_opt.core.output.loggers import log_scalars, save_at_end
+from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
@@ -28,16 +28,14 @@ from lightning_opt.memory.profiler.profile import (
     PhaseMeter,
     Record,
     SavedTensorCounter,
-    draw_profile,
     timing_collections,
 )
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from matplotlib.figure import Figure
 
-FIGURE, DATA = "memory_profile.png", "memory_profile.json"
+DATA = "memory_profile.json"
 
 
 class MemoryProfiler(RunCallback):
@@ -56,6 +54,8 @@ class MemoryProfiler(RunCallback):
     ``profile/peak_backward_mb``  peak of the backward pass
     ``profile/peak_optimizer_mb`` peak of the update
     ``profile/live_mb``           live memory after the step
+    ``profile/<category>_mb``     parts of live memory when it was largest between two phases:
+                                  parameters, gradients, optimizer, activations, other
     ``profile/resident_mb``       physical memory of the process
     ``profile/gc_pause_ms``       time of all garbage collections so far
     ``profile/reserved_mb``       on CUDA: memory that the allocator holds
@@ -67,9 +67,8 @@ class MemoryProfiler(RunCallback):
         every_n_steps: Batches from one profiled step to the next, at least 1.
         modules: Also count, in the first profiled step, the tensors that autograd saves in each
             module.
-        figure: Where to save the figure at the end: True for ``memory_profile.png`` in the logger's
-            directory, a path, or None or False for nowhere.
-        file: Where to save the JSON: True for ``memory_profile.json``, a path, or None or False.
+        file: Where to save the JSON: True for ``memory_profile.json`` in the logger's directory, a
+            path, or None or False for nowhere.
         history: On CUDA, record the stack trace of each allocation for the snapshot. Costs some
             microseconds per allocation.
 
@@ -94,13 +93,12 @@ class MemoryProfiler(RunCallback):
         self,
         every_n_steps: int = 50,
         modules: bool = False,
-        figure: bool | str | None = True,
         file: bool | str | None = True,
         history: bool = False,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.modules, self.history = modules, history
-        self._figure, self._file = figure, file
+        self._file = file
         self._watch, self._step = ExitStack(), ExitStack()
         self._reset(torch.device("cpu"))
 
@@ -290,6 +288,9 @@ class MemoryProfiler(RunCallback):
         last = self.profile.records[-1]
         values = {f"peak_{phase}_mb": peak / MB for phase, peak in peaks.items()}
         values["live_mb"], values["resident_mb"] = last.live / MB, last.resident / MB
+        of_step = (r for r in self.profile.records if r.step == last.step and r.parts is not None)
+        fullest = max(of_step, key=lambda record: record.live)
+        values |= {f"{name}_mb": part / MB for name, part in (fullest.parts or {}).items()}
         values["gc_pause_ms"] = 1e3 * sum(self.profile.pauses)
         if self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)
@@ -325,23 +326,13 @@ class MemoryProfiler(RunCallback):
         """Return one row per module with the tensors that autograd saved, the largest first."""
         return self.profile.module_table(top)
 
-    def figure(self) -> Figure:
-        """Return a matplotlib figure: memory by category over time, and peaks by phase.
-
-        Raises:
-            ImportError: If matplotlib is missing; the extra ``plots`` installs it.
-        """
-        return draw_profile(self.profile)
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the JSON and the figure."""
+        """Write the JSON."""
         folder = Path(
             trainer.log_dir or trainer.default_root_dir
         )  # broadcasts, so all ranks must call it
         if "forward" not in self.profile.peaks:  # no profiled step
             return
-        figure_path = str(folder / FIGURE) if self._figure is True else self._figure
-        save_at_end(self.figure, figure_path, trainer, FIGURE)
         if self._file and trainer.is_global_zero:
             path = folder / DATA if self._file is True else Path(str(self._file))
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.measure.memory import MB, MemoryLimits, live_bytes, resident_memory
+from lightning_opt.core.modules.trial import storages_of
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.object_graph import Root, Walk, describe, is_a, is_dense
 
@@ -52,7 +53,7 @@ def report_live_tensors(
         rows.append(
             {
                 "MB": sizes[address] / MB,
-                "what": names.get(id(tensor), description),
+                "what": names.get(address, description),
                 "shape": str(tuple(tensor.shape)),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "made by": tensor.grad_fn.name() if tensor.grad_fn is not None else None,
@@ -100,20 +101,23 @@ def write_out_of_memory_report(
 
 
 def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str]:
+    """Return names of the model's and optimizers' tensors, by the address of their memory."""
     if module is None:
         return {}
-    names, parameter_names = {}, {}
-    for name, parameter in module.named_parameters():
-        names[id(parameter)] = parameter_names[parameter] = name
-        if parameter.grad is not None:
-            names[id(parameter.grad)] = f"{name}.grad"
+    parameter_names = {parameter: name for name, parameter in module.named_parameters()}
+    named = [(f"{name}.grad", p.grad) for p, name in parameter_names.items() if p.grad is not None]
     for optimizer in optimizers:
         for parameter, state in getattr(optimizer, "state", {}).items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 owner = parameter_names.get(parameter, "?")
-                names[id(value)] = f"{type(optimizer).__name__}.state[{owner}].{key}"
-    names.update({id(buffer): name for name, buffer in module.named_buffers()})
-    return names
+                named.append((f"{type(optimizer).__name__}.state[{owner}].{key}", value))
+    named += [*module.named_parameters(), *module.named_buffers()]
+    return {
+        storage.data_ptr(): name
+        for name, tensor in named
+        if isinstance(tensor, Tensor)
+        for storage in storages_of(tensor)
+    }
 
 
 def _roots(error: BaseException, module: nn.Module | None) -> list[Root]:

@@ -1,4 +1,4 @@
-"""Measure a step (peaks by phase, categories, saved tensors, gc pauses); tables and figure."""
+"""Measure a step (peaks by phase, categories, saved tensors, gc pauses), and tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_opt.core.measure.memory import MB, live_bytes
 from lightning_opt.core.modules.compiling import has_compiled_parts
-from lightning_opt.core.modules.sharding import is_dtensor
-from lightning_opt.core.output.loggers import new_figure
+from lightning_opt.core.modules.trial import storages_of
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.meters import StorageMeter, measuring, state_tensors, storage_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
 """``"other"`` was allocated before the step and is in no other category."""
@@ -126,7 +121,7 @@ class SavedTensorCounter:
             for name, module in model.named_modules()
         }
         tensors = (*model.parameters(), *model.buffers())
-        self._model_storages = {_storage(tensor).data_ptr() for tensor in tensors}
+        self._model_storages = {s.data_ptr() for tensor in tensors for s in storages_of(tensor)}
         self._outside = SavedBytes("(outside of modules)", "")
         self._stack: list[nn.Module] = []
         self._seen: set[int] = set()
@@ -150,7 +145,7 @@ class SavedTensorCounter:
         self._stack.append(module)
         # FSDP2 has just gathered the parameters, into new storages.
         self._model_storages.update(
-            _storage(p).data_ptr() for p in module.parameters(recurse=False)
+            s.data_ptr() for p in module.parameters(recurse=False) for s in storages_of(p)
         )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -159,19 +154,14 @@ class SavedTensorCounter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         entry = self._entries[self._stack[-1]] if self._stack else self._outside
-        storage = _storage(tensor)
-        address = storage.data_ptr()
-        if address not in self._model_storages:
-            entry.tensors += 1
-            if address not in self._seen:
-                self._seen.add(address)
-                entry.bytes += storage.nbytes()
+        for storage in storages_of(tensor):
+            address = storage.data_ptr()
+            if address not in self._model_storages:
+                entry.tensors += 1
+                if address not in self._seen:
+                    self._seen.add(address)
+                    entry.bytes += storage.nbytes()
         return tensor
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return local.untyped_storage()
 
 
 @contextmanager
@@ -195,10 +185,6 @@ def timing_collections(seconds: list[float]) -> Iterator[None]:
 
 MAX_RECORDS = 5000
 """Maximum number of records."""
-
-COLOURS = ("#1f4e79", "#2e8b57", "#b8860b", "#c0504d", "#bfbfbf")
-MAX_FIGURE_STEPS = 12
-"""Maximum number of profiled steps in the figure, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -318,33 +304,3 @@ class MemoryProfile:
             )
         notes += [f"CUDA allocator: {name} {value:g}." for name, value in self.allocator.items()]
         return notes
-
-
-def draw_profile(profile: MemoryProfile) -> Figure:
-    """Draw memory by category over the profiled steps, and peaks by phase."""
-    figure = new_figure("MemoryProfiler", figsize=(12, 7.5), dpi=110, layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=[3, 2])
-    records = [record for record in profile.records if record.parts is not None]
-    steps = list(dict.fromkeys(record.step for record in records))
-    shown = steps[:: -max(1, -(-len(steps) // MAX_FIGURE_STEPS))]
-    _draw_parts(above, [record for record in records if record.step in shown])
-    for phase, peaks in profile.peaks.items():
-        below.plot([peak / MB for peak in peaks], marker="o", ms=3, lw=1, label=phase)
-    below.set_title("Peak by phase", loc="left", fontsize=11)
-    below.set_xlabel("profiled step")
-    below.set_ylim(bottom=0)
-    for axes in (above, below):
-        axes.set_ylabel("MB")
-        axes.grid(axis="y", alpha=0.25)
-        if profile.peaks:
-            axes.legend(fontsize=8, ncols=5, loc="upper left")
-    return figure
-
-
-def _draw_parts(axes: Axes, records: list[Record]) -> None:
-    parts = [[(record.parts or {})[name] / MB for record in records] for name in CATEGORIES]
-    positions = range(len(records))
-    axes.stackplot(positions, parts, labels=CATEGORIES, colors=COLOURS)
-    starts = [i for i in positions if records[i].name == "step_start"]
-    axes.set_xticks(starts, [f"step {records[i].step}" for i in starts], fontsize=8)
-    axes.set_title("Live memory in profiled steps", loc="left", fontsize=11)

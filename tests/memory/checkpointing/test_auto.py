@@ -85,7 +85,7 @@ def test_budget_as_share_is_met_and_predicted(budget: float) -> None:
     unchecked = found.profile.unchecked_peak
     measured = measured_peak(callback, model)
     assert measured <= budget * unchecked
-    assert abs(found.step_plan.solution.peak - measured) <= 0.03 * unchecked
+    assert abs(found.step_plan.predicted - measured) <= 0.03 * unchecked
     assert bool(callback.plan) == (budget < 1)
     callback.plan = []
     assert measured_peak(callback, model) == unchecked
@@ -373,25 +373,6 @@ def test_optimizer_state_is_predicted(make: Any, copies: int) -> None:
     optimizer.step()
     scheduler.step()
     assert abs(optimizer_state_bytes(optimizer) - predicted) <= 8
-
-
-def test_lbfgs_history_is_predicted() -> None:
-    weight = nn.Parameter(torch.ones(50))
-    optimizer = torch.optim.LBFGS([weight], history_size=5, max_iter=2)
-    predicted = optimizer_state_bytes(optimizer)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (weight - torch.arange(50.0)).pow(4).sum()
-        loss.backward()
-        return loss
-
-    for _ in range(8):
-        optimizer.step(closure)
-    (state,) = optimizer.state.values()
-    vectors = [state["d"], state["prev_flat_grad"], *state["old_dirs"], *state["old_stps"]]
-    assert len(vectors) == 12
-    assert 0 <= predicted - sum(vector.nbytes for vector in vectors) <= 2 * 50 * 4
 
 
 def test_ddp_buckets_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.processes import launch
+from tests.helpers.trainers import FSDPOnCPU
 from tests.memory.architectures import ARCHITECTURES, Architecture
 from tests.memory.runs import assert_identical, train, warnings_of
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Both mixed precision and an auto_wrap_policy"),
     # Nothing writes to that view. Some models are too small for the budget.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
     pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget=0.6"),
@@ -110,18 +110,6 @@ def test_training_under_ddp_with_static_graph_is_bit_identical() -> None:
 def test_training_under_fsdp2_is_bit_identical() -> None:
     for runs in launch(under_fsdp2):
         assert runs == 2 * len(UNDER_FSDP2)
-
-
-class FSDPOnCPU(FSDPStrategy):
-    """Lightning's FSDP1, which checks for an accelerator that it does not need."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(
-            model,
-            sharding_strategy=self.sharding_strategy,
-            device_id=torch.device("cpu"),
-            **self.kwargs,
-        )
 
 
 def under_fsdp1() -> int:

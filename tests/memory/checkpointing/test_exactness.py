@@ -1,13 +1,18 @@
 """Checkpointing changes memory and time only."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_opt.core.modules.blocks import Block
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_opt.memory.checkpointing.policies import AppliedPlan, make_plan
 from lightning_opt.memory.checkpointing.segments import Segment
 from tests.memory.architectures import ARCHITECTURES, Architecture
 from tests.memory.runs import assert_identical, train
@@ -78,43 +83,51 @@ def test_graph_can_be_traversed_repeatedly() -> None:
             callback.release(None)
 
 
-def run_in(segment: Segment, function: Any, args: tuple[Any, ...]) -> Any:
-    return segment.run(function, function, args, {})
+class Layer(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.ones(3)), function
+
+    def forward(self, x: Tensor, other: Tensor | float = 0.0) -> Tensor:
+        return self.function(x * self.weight + other)
 
 
-def test_input_changed_in_place_after_the_block_raises() -> None:
-    segment = Segment()
-    weight = torch.ones(3, requires_grad=True)
-    x = torch.ones(3)
-    output = run_in(segment, lambda value: (value * weight).sin(), (x,))
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place after the block had run"):
-        output.sum().backward()
+@contextmanager
+def checkpointed(policy: str, *functions: Any) -> Iterator[list[Layer]]:
+    layers = [Layer(function) for function in functions]
+    blocks = [Block(str(number), (layer,)) for number, layer in enumerate(layers)]
+    with AppliedPlan(make_plan(policy, blocks, len(blocks))):
+        yield layers
 
 
-def test_block_with_other_shapes_in_the_recomputation_raises() -> None:
-    sizes = iter([3, 4])
-    segment = Segment()
-    weight = torch.ones((), requires_grad=True)
-    output = run_in(segment, lambda x: (x * weight).expand(next(sizes)).sin(), (torch.ones(()),))
-    with pytest.raises(RuntimeError, match="do not compute the same twice"):
-        output.sum().backward()
+@pytest.mark.parametrize("policy", ["every_layer", "block"])
+def test_input_changed_in_place_after_the_block_raises(policy: str) -> None:
+    with checkpointed(policy, torch.sin, torch.sin) as (first, _):
+        x = torch.ones(3)
+        output = first(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_segment_with_other_shapes_in_the_recomputation_raises() -> None:
+    sizes = iter([(2, 3), (4, 3)])
+    with checkpointed("block", lambda x: x.expand(next(sizes)).sin(), torch.sin) as (first, _):
+        output = first(torch.ones(3))
+        with pytest.raises(RuntimeError, match="do not compute the same twice"):
+            output.sum().backward()
 
 
 def test_segment_is_freed_with_its_graph() -> None:
     """Without the garbage collector."""
-    import gc
-    from weakref import ref
-
     gc.disable()
     try:
-        segment = Segment()
-        weight = torch.ones(3, requires_grad=True)
-        hidden = run_in(segment, lambda value: (value * weight).sin(), (torch.ones(3),))
-        between = hidden + 1
-        output = run_in(segment, lambda value: (value * weight).sin(), (between,))
-        watched = ref(segment)
-        del segment, hidden, between, output
-        assert watched() is None
+        with checkpointed("block", torch.sin, torch.sin) as (first, second):
+            hidden = first(torch.ones(3))
+            output = second(hidden, hidden + 1)
+            segment = first.forward.chain._open
+            assert len(segment()) == 2
+            del hidden, output
+            assert segment() is None
     finally:
         gc.enable()

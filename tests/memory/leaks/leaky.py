@@ -137,15 +137,15 @@ class FullQueue(Net):
         del self.worker
 
 
-LEAKS: dict[str, tuple[Callable[[], Net], str, str, str]] = {
-    # name: model, kind, path of the container, text of the line that fills it
-    "loss list": (LossList, "graph", "LossList.losses", "self.losses.append(loss)"),
-    "graph kept": (RunningLoss, "graph", "RunningLoss.running", "self.running = self.running +"),
-    "cache": (GrowingCache, "container", "GrowingCache.cache", "self.cache[self.seen] ="),
-    "hook": (HookEachStep, "container", "HookEachStep.layer.0._forward_hooks", ""),
-    "metric": (UnresetMetric, "container", "UnresetMetric.scores.value", "self.scores.update("),
-    "logger": (LoggerBuffer, "container", "HoardingLogger.buffer", "self.buffer.append("),
-    "queue": (FullQueue, "container", "FullQueue.jobs.queue", "self.jobs.put("),
+LEAKS: dict[str, tuple[Callable[[], Net], str, str]] = {
+    # name: model, kind, path of the container
+    "loss list": (LossList, "graph", "LossList.losses"),
+    "graph kept": (RunningLoss, "graph", "RunningLoss.running"),
+    "cache": (GrowingCache, "container", "GrowingCache.cache"),
+    "hook": (HookEachStep, "container", "HookEachStep.layer.0._forward_hooks"),
+    "metric": (UnresetMetric, "container", "UnresetMetric.scores.value"),
+    "logger": (LoggerBuffer, "container", "HoardingLogger.buffer"),
+    "queue": (FullQueue, "container", "FullQueue.jobs.queue"),
 }
 
 

@@ -8,7 +8,6 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -66,15 +65,11 @@ def find_leaks(
 
 @needs_heap
 @pytest.mark.parametrize("name", LEAKS)
-def test_leak_is_found_within_300_steps_with_holder_and_line(name):
-    model, kind, where, source = LEAKS[name]
+def test_leak_is_found_within_300_steps_with_its_holder(name):
+    model, kind, where = LEAKS[name]
     (suspect,), report = find_leaks(model, {"logger": logger_for(name)})
     assert (suspect.kind, suspect.where) == (kind, where)
     assert suspect.step <= 300 == BATCHES * EPOCHS
-    if source:
-        file, _, number = suspect.line.rpartition(":")
-        assert Path(file).name == "leaky.py"
-        assert source in Path(leaky.__file__).read_text().splitlines()[int(number) - 1]
     assert suspect.where in report
     assert suspect.advice in report
 
@@ -139,7 +134,6 @@ CACHE: list[Tensor] = []
 def test_frozen_list_of_a_python_module_is_found():
     (suspect,), _ = find_leaks(ModuleCache)
     assert suspect.where == f"{__name__}.CACHE"
-    assert suspect.line.startswith("leaks/test_leak_detector.py")
 
 
 # --- until the end of the epoch -----------------------------------------------------------------

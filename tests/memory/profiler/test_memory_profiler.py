@@ -51,8 +51,8 @@ class Wide(SmallNet):
 
 
 def profile(model: Any, every_n_steps: int = 2, **settings: Any) -> lo.MemoryProfiler:
-    options = {key: settings.pop(key) for key in ("modules", "figure", "file") if key in settings}
-    profiler = lo.MemoryProfiler(every_n_steps, **{"figure": None, "file": None, **options})
+    options = {key: settings.pop(key) for key in ("modules", "file") if key in settings}
+    profiler = lo.MemoryProfiler(every_n_steps, **{"file": None, **options})
     quiet_trainer(callbacks=[profiler], **settings).fit(model)
     return profiler
 
@@ -246,7 +246,7 @@ def test_saved_bytes_by_module_match_saved_tensor_hooks():
 
 def saved_in_modules(strategy: str) -> dict[str, float]:
     sharded = strategy == "fsdp2"
-    profiler = lo.MemoryProfiler(2, modules=True, figure=None, file=None)
+    profiler = lo.MemoryProfiler(2, modules=True, file=None)
     trainer = quiet_trainer(
         strategy=data_parallel() if sharded else strategy,
         devices=2,
@@ -273,12 +273,11 @@ def test_saved_bytes_under_fsdp2_exclude_gathered_parameters():
 # --- logs and files -----------------------------------------------------------------------------
 
 
-def test_run_logs_peaks_and_writes_json_and_figure(tmp_path):
+def test_run_logs_peaks_and_categories_and_writes_json(tmp_path):
     logger = MemoryLogger()
     profiler = profile(
-        Wide(), every_n_steps=3, logger=logger, default_root_dir=tmp_path, file=True,
-        figure=str(tmp_path / "plots" / "memory.png"), max_epochs=2,
-    )  # fmt: skip
+        Wide(), every_n_steps=3, logger=logger, default_root_dir=tmp_path, file=True, max_epochs=2
+    )
     for phase in ("forward", "backward", "optimizer"):
         peaks = [peak / MB for peak in profiler.profile.peaks[phase]]
         assert logger.series(f"profile/peak_{phase}_mb") == peaks
@@ -287,14 +286,14 @@ def test_run_logs_peaks_and_writes_json_and_figure(tmp_path):
     content = json.loads((tmp_path / "memory_profile.json").read_text())
     assert content["peaks"] == profiler.profile.peaks
     assert len(content["records"]) == len(profiler.profile.records) == 5 * 6
-    assert (tmp_path / "plots" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert logger.series("profile/parameters_mb") == [WEIGHTS / MB] * 5
     row = next(row for row in profiler.report().rows if row["phase"] == "backward")
     assert row["peak MB"] == max(profiler.profile.peaks["backward"]) / MB
     assert row["gradients MB"] == WEIGHTS / MB
 
 
 def test_run_without_a_profiled_step_writes_nothing(tmp_path):
-    profile(SmallNet(), 50, default_root_dir=tmp_path, file=True, figure=True, limit_val_batches=0)
+    profile(SmallNet(), 50, default_root_dir=tmp_path, file=True, limit_val_batches=0)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,181 @@
+"""Tensor parallelism and the 2D mesh: the weights of one process, and the memory of each rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget=0.7"),
+]
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(LightningModule):
+    """A student, and a teacher that averages the student's weights.
+
+    Args:
+        kind: ``"one"`` process, ``"tensor"`` parallel, ``"sequence"`` parallel or ``"2d"``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.teacher = nn.ModuleList(Layer() for _ in range(2)).requires_grad_(False)
+        self.is_sharded = kind == "one"
+
+    def configure_model(self) -> None:
+        if self.is_sharded:
+            return
+        self.is_sharded = True
+        mesh = self.device_mesh["tensor_parallel"]
+        rows: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if self.kind == "sequence":
+            rows = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            }
+        for layer in (*self.layers, *self.teacher):
+            parallelize_module(layer, mesh, rows)
+        if self.kind == "sequence":
+            enter = PrepareModuleInput(
+                input_layouts=(Replicate(),),
+                desired_input_layouts=(Shard(1),),
+                use_local_output=False,
+            )
+            for first in (self.layers[0], self.teacher[0]):
+                parallelize_module(first, mesh, enter)
+        if self.kind == "2d":
+            for layer in (*self.layers, *self.teacher, self):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def run(self, layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.run(self.layers, x) - self.run(self.teacher, x)).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for average, weight in zip(
+                self.teacher.parameters(), self.layers[:2].parameters(), strict=True
+            ):
+                average.mul_(0.9).add_(weight, alpha=0.1)
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.2, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = torch.randn(24, 8, WIDTH, generator=torch.Generator().manual_seed(3))
+        if self.kind == "2d":
+            rank = self.device_mesh["data_parallel"].get_local_rank()
+            return DataLoader(data[rank::2], batch_size=2)
+        return DataLoader(data, batch_size=4)
+
+
+def fit(kind: str, callback: Any, **settings: Any) -> dict[str, Tensor]:
+    """Return the weights after an epoch."""
+    if kind != "one":
+        groups = 2 if kind == "2d" else 1
+        strategy = ModelParallelStrategy(data_parallel_size=groups, tensor_parallel_size=2)
+        settings |= {"strategy": strategy, "devices": 2 * groups}
+    torch.manual_seed(0)
+    model = Net(kind)
+    callbacks = [] if callback is None else [callback]
+    quiet_trainer(callbacks=callbacks, limit_val_batches=0, **settings).fit(model)
+    state = model.state_dict()
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+
+
+def fit_with_each(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the weights of each run, and the figures of the callbacks."""
+    auto = lo.ActivationCheckpointing("auto", budget=0.7, strict=False)
+    profiler = lo.MemoryProfiler(every_n_steps=2, modules=True, file=None)
+    cleanup = lo.MemoryCleanup(every_n_steps=1, threshold=0.002, release=0.001)
+    callbacks = {
+        "auto": auto,
+        "every_layer": lo.ActivationCheckpointing("every_layer"),
+        "selective": lo.ActivationCheckpointing("selective"),
+        "sqrt": lo.ActivationCheckpointing("sqrt"),
+        "profiler": profiler,
+        "cleanup": cleanup,
+        "leaks": lo.LeakDetector(every_n_steps=1, warmup_steps=0),
+    }
+    weights = {name: fit(kind, callback) for name, callback in callbacks.items()}
+    assert auto.plan
+    assert cleanup.events
+    return weights, {
+        "recomputed": [unit.internal_bytes for unit in auto.batch_plan.profile.units],
+        "saved": {row["module"]: row["saved MB"] for row in profiler.module_report(None).rows},
+    }
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("tensor", 2), ("sequence", 2), ("2d", 4)])
+def test_weights_and_memory_agree_with_one_process(kind: str, processes: int) -> None:
+    expected, (_, one) = fit("one", None), fit_with_each("one")
+    for weights, found in launch(fit_with_each, kind, processes=processes):
+        for name, actual in weights.items():
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=name)
+        if kind == "tensor":  # each rank has half of what is between `up` and `down`
+            assert found["saved"]["layers.0.down"] == one["saved"]["layers.0.down"] / 2
+            for mine, whole in zip(found["recomputed"], one["recomputed"], strict=True):
+                assert 0.4 * whole <= mine <= 0.75 * whole
+
+
+class RunsOut(Net):
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        raise MemoryError("planted")
+
+
+def run_out(folder: str) -> None:
+    model = RunsOut("tensor")
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+    trainer = quiet_trainer(
+        callbacks=[lo.MemoryProfiler()], strategy=strategy, devices=2, default_root_dir=folder
+    )
+    with pytest.raises(MemoryError):
+        trainer.fit(model)
+
+
+def test_out_of_memory_report_names_parameters_and_gradients(tmp_path: Path) -> None:
+    launch(run_out, str(tmp_path))
+    text = (tmp_path / "out_of_memory.txt").read_text()
+    assert "layers.0.up.weight " in text
+    assert "layers.0.up.weight.grad " in text
