@@ -1,17 +1,16 @@
 """Cost of health, guard and clipping in a step of a GPT of 124M parameters.
 
 Supports: on a GPU the three together add at most a few dozen launches to a step, and no wait
-between reports. Steps of one model without callbacks, with torch's ``clip_grad_norm_`` and with the
-callbacks take turns, each with its own optimizer; the table has medians of the ratios within a
-round. Launches are the operators that torch dispatches during a step, without views. On CUDA every
-wait during a timed step is an error. On a CPU a tiny model replaces the GPT.
+between reports. Trainers without callbacks, with torch's ``clip_grad_norm_`` and with the callbacks
+take turns. Launches are the operators that torch dispatches during a step, without views. On CUDA
+every wait between the start and the end of a step is listed. On a CPU a tiny model replaces the
+GPT.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable, Mapping
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,13 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_opt as lo
 from benchmarks.gpt import GPT, size_for
-from benchmarks.gradients.guard_cost import stepper
-from benchmarks.harness import parse_arguments, publish
-from benchmarks.models import Regression, fit_two_steps
-from lightning_opt.core.measure.timing import time_in_turns
-from lightning_opt.core.numerics.ratios import median_ratio
+from benchmarks.harness import parse_arguments, publish, recorded_waits
+from benchmarks.models import Regression
+from benchmarks.trainer_steps import EXPLANATION, fit, time_steps
 
 GPU = True
+
+NEVER = 10**9
+"""Steps between reports: more than there are."""
+
+WATCHED_STEP = 4
 
 
 class Language(Regression):
@@ -48,52 +50,42 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-NEVER = 10**9
-"""Steps between reports: more than there are."""
+class StepStart(L.Callback):
+    """Starts counting launches and recording waits in one step. Must be the first callback."""
+
+    def __init__(self) -> None:
+        self.launches, self.waits = Launches(), list[str]()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int
+    ) -> None:
+        if index == WATCHED_STEP:
+            self.recording = recorded_waits(str(pl_module.device), self.waits)
+            self.recording.__enter__()
+            self.launches.__enter__()
 
 
-class Watched:
-    """A call that detects whether the host waits within it; only on CUDA.
+class StepEnd(L.Callback):
+    """Stops what ``StepStart`` started. Must be the last callback."""
 
-    Attributes:
-        waits: What torch says of a wait; the call goes on unwatched then, so that nothing is lost.
-    """
+    def __init__(self, start: StepStart) -> None:
+        self._start = start
 
-    def __init__(self, call: Callable[[], None], device: str) -> None:
-        self._call, self._watching = call, device.startswith("cuda")
-        self.waits = ""
-
-    def __call__(self) -> None:
-        if self._watching:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            self._call()
-        except RuntimeError as error:
-            if "synchroniz" not in str(error):
-                raise
-            self._watching, self.waits = False, str(error).splitlines()[0]
-        finally:
-            if self._watching or self.waits:
-                torch.cuda.set_sync_debug_mode("default")
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == WATCHED_STEP:
+            self._start.launches.__exit__(None, None, None)
+            self._start.recording.__exit__(None, None, None)
 
 
-def say_waits(calls: Mapping[str, Watched]) -> None:
-    """Exit with an error after publishing if the host has waited."""
-    waits = {name: call.waits for name, call in calls.items() if call.waits}
-    if waits:
-        sys.exit(f"The host waits: {waits}")
-
-
-def candidates(device: str) -> dict[str, Callable[[], None]]:
-    """Return one step of each kind. They share weights, which does not change the timing."""
+def main() -> None:
+    """Measure and publish."""
+    arguments = parse_arguments(__doc__ or "")
+    device = arguments.device
     network = GPT(size_for(device, "124M")).to(device)
-    batch = network.batch(8, device)
-    found: dict[str, Callable[[], None]] = {}
-
-    def clip(*_: object) -> None:
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-
-    kinds: dict[str, list[L.Callback]] = {
+    module = Language(network, network.batch(8, device), fused=device == "cuda")
+    candidates: dict[str, list[L.Callback]] = {
         "bare": [],
         "clip_grad_norm_": [],
         "AdaptiveClipping": [lo.AdaptiveClipping(every_n_steps=NEVER)],
@@ -105,50 +97,31 @@ def candidates(device: str) -> dict[str, Callable[[], None]]:
             lo.AdaptiveClipping(every_n_steps=NEVER),
         ],
     }
-    for kind, callbacks in kinds.items():
-        module = Language(network, batch, fused=device == "cuda")
-        trainer = fit_two_steps(module, device)
-        if kind == "clip_grad_norm_":
-            (optimizer,) = trainer.optimizers
-            optimizer.register_step_pre_hook(clip)
-        for callback in callbacks:
-            callback.setup(trainer, module, "fit")
-        found[kind] = stepper(module, trainer, callbacks, [])
-    return found
-
-
-def main() -> None:
-    """Measure and publish."""
-    arguments = parse_arguments(__doc__ or "")
-    steps = candidates(arguments.device)
-    launches: dict[str, int] = {}
-    for kind, step in steps.items():
-        for _ in range(3):
-            step()
-        with Launches() as counted:
-            step()
-        launches[kind] = counted.total
-    watched = {kind: Watched(step, arguments.device) for kind, step in steps.items()}
-    rounds = 3 if arguments.quick else 25
-    seconds = time_in_turns(watched, rounds=rounds, device=arguments.device)
+    options = {"clip_grad_norm_": {"gradient_clip_val": 1.0}}
+    starts = {kind: StepStart() for kind in candidates}
+    for kind, callbacks in candidates.items():
+        start = starts[kind]
+        watched = [start, *callbacks, StepEnd(start)]
+        fit(module, watched, WATCHED_STEP + 2, **options.get(kind, {}))
+    rounds, steps = (1, 5) if arguments.quick else (10, 20)
+    times = time_steps(module, candidates, rounds=rounds, steps=steps, options=options)
+    bare = starts["bare"].launches.total
     rows = [
         {
             "step": kind,
-            "ms": round(1e3 * statistics.median(seconds[kind]), 2),
-            "of bare": round(median_ratio(seconds[kind], seconds["bare"]), 3),
-            "launches": launches[kind],
-            "more than bare": launches[kind] - launches["bare"],
-            "waits": watched[kind].waits,
+            **timed.row(times["bare"]),
+            "launches": starts[kind].launches.total,
+            "more than bare": starts[kind].launches.total - bare,
+            "waits": " ".join(starts[kind].waits),
         }
-        for kind in steps
+        for kind, timed in times.items()
     ]
-    report = lo.Report(
-        f"A step of a GPT ({size_for(arguments.device, '124M')}, bf16 autocast, 8 samples)",
-        rows,
-        ["Launches: operators that torch dispatches in a step, but for views."],
-    )
-    publish("gpt_step", report, arguments)
-    say_waits(watched)
+    notes = [*EXPLANATION, "Launches: operators that torch dispatches in a step, except views."]
+    title = f"A step of a GPT ({size_for(device, '124M')}, bf16 autocast, 8 samples)"
+    publish("gpt_step", lo.Report(title, rows, notes), arguments)
+    waits = {kind: start.waits for kind, start in starts.items() if start.waits}
+    if waits:
+        sys.exit(f"The host waits for the device: {waits}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from lightning_opt.core.numerics.norms import (
     parameters_of,
 )
 from lightning_opt.core.numerics.scalars import Scalar
+from lightning_opt.trainer.lightning import DeepSpeedStrategy
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class GradientCallback(RunCallback):
         """Return the optimizer's index, its gradients, and the loss scale they contain."""
         index = next(i for i, own in enumerate(trainer.optimizers) if own is optimizer)
         if any(index in other.withheld for other in self._ahead):
-            return index, Gradients([], [], []), 1.0
+            return index, Gradients([], []), 1.0
         gradients = collect_gradients(parameters_of(optimizer), self._flat)
         return index, gradients, grad_scale(trainer, optimizer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import FSDPStrategy
 from torch.optim import Optimizer
 
 from lightning_opt.core.measure.reading import Schedule
@@ -14,6 +13,7 @@ from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.clipping.gradient_clipper import ClipTally, resolve_rule
 from lightning_opt.gradients.clipping.norm_rules import ClippingRule
 from lightning_opt.gradients.gradient_callback import GradientCallback
+from lightning_opt.trainer.lightning import FSDPStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -16,7 +16,8 @@ from lightning_opt.core.modules.sharding import (
     Groups,
     is_dtensor,
     local_part,
-    reduce_over,
+    mesh_groups,
+    reduce_each,
 )
 from lightning_opt.core.numerics.norms import GradientStep, as_real, by_kind
 from lightning_opt.core.numerics.scalars import constant, move, stack_scalars, wide_dtype
@@ -50,26 +51,28 @@ class FixedValue(ClippingRule):
 
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Clamp the elements of every gradient in place."""
-        tensors = [tensor for tensor in step.gradients.tensors if tensor.numel()]
-        if not tensors:
+        found = zip(step.gradients.tensors, step.gradients.summed(), strict=True)
+        pairs = [(tensor, whole) for tensor, whole in found if tensor.numel()]
+        if not pairs:
             return Clip(0.0)
-        device, total = tensors[0].device, step.norms.total
-        norms = torch._foreach_norm(tensors, math.inf)
+        tensors = [tensor for tensor, whole in pairs if whole is tensor]
+        summands = [(tensor, whole) for tensor, whole in pairs if whole is not tensor]
+        device = pairs[0][0].device
+        norms = torch._foreach_norm([whole for _, whole in pairs], math.inf)
         largest = torch.stack([move(norm, device) for norm in norms])
-        if step.gradients.on_host:
-            bound = self.max_value * float(step.grad_scale) if total < math.inf else math.inf
-            over = largest > bound
-            if over.any():  # on a CPU
-                for tensor in tensors:
-                    tensor.clamp_(-bound, bound)
-            return Clip(over.double().mean())
         # 0 times a non-finite norm is NaN. The limit then becomes infinite, so nothing is clamped.
-        limit = torch.as_tensor(total * 0.0 + self.max_value * step.grad_scale).nan_to_num(math.inf)
-        for (group_device, dtype), indices in by_kind(tensors).items():
-            group, high = [tensors[index] for index in indices], move(limit, group_device).to(dtype)
-            torch._foreach_clamp_max_(group, [high] * len(group))
-            torch._foreach_clamp_min_(group, [-high] * len(group))
-        return Clip((largest > limit).mean(dtype=wide_dtype(device)))
+        limit = constant(step.norms.total * 0.0 + self.max_value * step.grad_scale, device)
+        limit.nan_to_num_(math.inf)
+        over = largest > limit
+        if not step.gradients.on_host or over.any():
+            for (group_device, dtype), indices in by_kind(tensors).items():
+                group = [tensors[index] for index in indices]
+                high = move(limit, group_device).to(dtype)
+                torch._foreach_clamp_max_(group, [high] * len(group))
+                torch._foreach_clamp_min_(group, [-high] * len(group))
+            for tensor, whole in summands:
+                tensor.mul_((limit / whole.abs()).clamp_(max=1.0))
+        return Clip(over.mean(dtype=wide_dtype(device)))
 
 
 class PerParameter(ClippingRule):
@@ -238,18 +241,20 @@ class UnitWise(ClippingRule):
             if step.norms.total * step.grad_scale > 1e18:
                 accumulate_dtype = torch.float64
         excluded = self._excluded(step)
-        pairs = zip(step.gradients.parameters, step.gradients.tensors, strict=True)
+        found = step.gradients
         chosen = [
-            (gradient, _real(parameter), *self._unit(parameter))
-            for parameter, gradient in pairs
+            (gradient, whole, _real(parameter), *self._unit(parameter))
+            for parameter, gradient, whole in zip(
+                found.parameters, found.tensors, found.summed(), strict=True
+            )
             # A sparse gradient holds only some rows, so its shape differs.
             if parameter not in excluded and gradient.shape == _real(parameter).shape
         ]
         if not chosen:
             return Clip(0.0)
-        gradients, values, dims, groups = map(list, zip(*chosen, strict=True))
+        gradients, wholes, values, dims, groups = map(list, zip(*chosen, strict=True))
         weights = _whole_norms(_unit_norms(values, dims), groups)
-        gradient_norms = _whole_norms(_unit_norms(gradients, dims, accumulate_dtype), groups)
+        gradient_norms = _whole_norms(_unit_norms(wholes, dims, accumulate_dtype), groups)
 
         device = gradients[0].device
         norm, weight = (
@@ -296,13 +301,8 @@ class UnitWise(ClippingRule):
             dims = (*dims, parameter.ndim)  # real and imaginary parts
         if not is_dtensor(parameter):
             return dims, UNSHARDED
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        return dims, tuple(
-            mesh.get_group(mesh_dim)
-            for mesh_dim, placement in enumerate(placements)
-            if not placement.is_replicate()
-            and mesh.size(mesh_dim) > 1
-            and placement.dim % parameter.ndim in dims
+        return dims, mesh_groups(
+            parameter, lambda p: not p.is_replicate() and p.dim % parameter.ndim in dims
         )
 
 
@@ -338,16 +338,9 @@ def _unit_norms(
     return norms
 
 
-def _whole_norms(norms: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
-    """Sum the norms of sharded units over ranks: one all-reduce for each set of groups."""
-    whole = list(norms)
-    for members in dict.fromkeys(groups):
-        if members == UNSHARDED:
-            continue
-        indices = [index for index, group in enumerate(groups) if group == members]
-        squares = torch.cat([whole[index].flatten() for index in indices]).square_()
-        sizes = [whole[index].numel() for index in indices]
-        parts = reduce_over(squares, members).sqrt_().split(sizes)
-        for index, part in zip(indices, parts, strict=True):
-            whole[index] = part.view_as(whole[index])
-    return whole
+def _whole_norms(norms: list[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
+    """Combine the norms of sharded units over ranks."""
+    if not any(groups):
+        return norms
+    squares = reduce_each(list(torch._foreach_mul(norms, norms)), groups)
+    return list(torch._foreach_sqrt(squares))

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length, split_into
+from lightning_opt.core.modules.batches import UnsplittableBatchError, read_batch, split_into
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, reduce_over
 from lightning_opt.core.modules.trial import loss_of, without_side_effects
+from lightning_opt.trainer.lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -80,8 +80,9 @@ def twice_differentiable_loss(
     """
     if fraction < 1:
         try:
-            parts = min(batch_length(batch), max(1, round(1 / fraction)))
-            batch, _ = split_into(batch, parts)[0]
+            reading = read_batch(batch)
+            parts = min(reading.samples, max(1, round(1 / fraction)))
+            batch, _ = split_into(batch, parts, reading)[0]
         except UnsplittableBatchError:
             rank_zero_warn(
                 f"{owner} uses whole batches: those of type {type(batch).__name__} cannot be split "

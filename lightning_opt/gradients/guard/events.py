@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_opt.core.modules.sharding import Groups, local_part, step_groups
@@ -19,6 +18,7 @@ from lightning_opt.core.numerics.norms import GradientNorms, as_real
 from lightning_opt.core.output.report import Report
 from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
 from lightning_opt.gradients.guard.escalation import Action
+from lightning_opt.trainer.lightning import move_data_to_device
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -366,8 +366,8 @@ class NonFiniteGuard(GradientCallback):
             f"NonFiniteGuard found {self._log.count} faults in {self._steps} steps, the newest "
             f"{newest['kind']} at step {newest['step']}."
         )
-        advice = "Its report() lists batches, ranks and parameters."
-        return [Verdict("stability", "look", finding, advice)]
+        advice, share = KINDS[newest["kind"]][1], min(1.0, self._log.count / self._steps)
+        return [Verdict("stability", "look", finding, advice, gain=share)]
 
     def report(self) -> Report:
         """Return the newest events, one per row, with the counts of the run below."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -31,16 +34,19 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     )
 
 
+class _SkippedUpdate(Exception):  # noqa: N818 - not an error
+    """Raised in the closure to leave ``Optimizer.step`` before it changes anything."""
+
+
 class UpdateControl:
     """Skips one update of an optimizer, or scales its learning rate for one update.
 
-    Both are applied right before the update, after all hooks of callbacks and modules, and undone
+    Both happen right before the update, after all hooks of callbacks and modules, and are undone
     right after it. Modules, loggers, schedulers and checkpoints see unchanged gradients and
     learning rates.
 
-    A skipped update changes nothing. If the flag is a tensor, the optimizer's fused kernel returns
-    early. If it is a ``bool``, the optimizer finds no gradients, and torch's optimizers then skip a
-    parameter with its momentum, weight decay and step count.
+    If the flag is a tensor, the optimizer's fused kernel skips the update. If it is a ``bool``, the
+    optimizer's ``step`` ends when it has evaluated the loss.
 
     Args:
         optimizer: The optimizer itself, without Lightning's wrapper.
@@ -48,20 +54,22 @@ class UpdateControl:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        self._depth = 0
         self._skip: Condition = False
         self._lr_scale = 1.0
-        self._changes = ExitStack()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_update),
-            optimizer.register_step_post_hook(self._after_update),
-        ]
+        self._changes, self._patch = ExitStack(), ExitStack()
+        original: Any = optimizer.step
+
+        # A method with the same signature: schedulers and loss scalers inspect it.
+        @wraps(getattr(original, "__func__", original))
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(original, *args, **kwargs)
+
+        self._patch.enter_context(replaced(optimizer, step=MethodType(step, optimizer)))
 
     def release(self) -> None:
-        """Undo everything and remove the hooks."""
+        """Undo everything."""
         self.reset()
-        for hook in self._hooks:
-            hook.remove()
+        self._patch.close()
 
     def prepare(self, skip: Condition, lr_scale: float) -> None:
         """Set what happens to the next update. Call it in ``on_before_optimizer_step``.
@@ -75,47 +83,63 @@ class UpdateControl:
     def reset(self) -> None:
         """Undo what was applied, and cancel what was prepared."""
         self._changes.close()
-        self._skip, self._lr_scale, self._depth = False, 1.0, 0
+        self._skip, self._lr_scale = False, 1.0
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        # A subclass that calls `super().step()` may run the hooks of both classes.
-        self._depth += 1
-        if self._depth > 1:
-            return None
-        # Without a loss scaler Lightning runs forward, backward and all hooks in a closure within
-        # the optimizer's `step`.
-        closure = kwargs.get("closure")
-        if closure is None:
-            self._apply()
-            return None
+    def _step(self, original: Any, closure: Any = None, **kwargs: Any) -> Any:
+        versions, has_moved, result = self._versions(), False, None
 
+        # Without a loss scaler Lightning runs forward, backward and all hooks in this closure.
         def then_apply() -> Any:
+            nonlocal has_moved, result
+            has_moved = self._versions() != versions
             result = closure()
+            if self._skip is True:
+                raise _SkippedUpdate
             self._apply()
             return result
 
-        return args, {**kwargs, "closure": then_apply}
-
-    def _after_update(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth <= 0:
+        try:
+            if closure is not None:
+                return original(closure=then_apply, **kwargs)
+            if self._skip is True:
+                return None
+            self._apply()
+            return original(**kwargs)
+        except _SkippedUpdate:
+            if has_moved:
+                rank_zero_warn(
+                    f"NonFiniteGuard skips a step of {type(self._optimizer).__name__}, which had "
+                    "changed the weights before it evaluated the loss, or between two "
+                    "evaluations. This change is not undone."
+                )
+            self._run_post_hooks({**kwargs, "closure": closure})
+            return result
+        finally:
             self.reset()
+
+    def _versions(self) -> int:
+        """Return a number that grows with each change of a weight; 0 for torch's optimizers."""
+        if type(self._optimizer).__module__.startswith("torch.optim"):
+            return 0
+        return sum(parameter._version for parameter in parameters_of(self._optimizer))
+
+    def _run_post_hooks(self, kwargs: dict[str, Any]) -> None:
+        """Run the hooks after the step, because hooks before it have run; without gradients."""
+        for parameter in parameters_of(self._optimizer):
+            self._changes.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+        for hook in list(self._optimizer._optimizer_step_post_hooks.values()):
+            hook(self._optimizer, (), kwargs)
 
     def _apply(self) -> None:
         optimizer = self._optimizer
+        self._changes.close()  # of an earlier evaluation of the loss
         if isinstance(self._skip, Tensor):
             flag = self._skip.to(torch.float32)
             found = getattr(optimizer, "found_inf", None)
             if found is not None:  # set by a loss scaler, which removes it afterwards
                 flag = torch.maximum(flag, found.to(flag.device))
             self._changes.enter_context(replaced(optimizer, found_inf=flag))
-        elif self._skip:
-            for group in optimizer.param_groups:
-                # Some optimizers count steps in the group, even without gradients.
-                self._changes.callback(group.update, dict(group))
-            for parameter in parameters_of(optimizer):
-                self._changes.callback(setattr, parameter, "grad", parameter.grad)
-                parameter.grad = None
         if self._lr_scale != 1.0:
             for group in optimizer.param_groups:
                 rate = group.get("lr")

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_opt.core.arguments import check_positive
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
-from lightning_opt.core.output.loggers import log_scalars, save_at_end
+from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.forward_order import ForwardOrder
@@ -24,20 +24,12 @@ from lightning_opt.gradients.health.layer_stats import (
 )
 from lightning_opt.gradients.health.measures import ActivationWatch
 from lightning_opt.gradients.health.optimizer_health import OptimizerHealth
-from lightning_opt.gradients.health.report import (
-    HealthSummary,
-    draw_health,
-    layer_rows,
-    summarize,
-)
+from lightning_opt.gradients.health.report import HealthSummary, layer_rows, summarize
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
-
-FIGURE = "gradient_health.png"
 
 
 class GradientHealth(GradientCallback):
@@ -87,9 +79,6 @@ class GradientHealth(GradientCallback):
         activations: Also check module outputs, to name the module that made the first NaN, and the
             batch. Costs about as much as one more pass over all activations at each batch, and
             a second read per report.
-        figure: Where to save the figure at the end of ``fit``: True for ``gradient_health.png`` in
-            the logger's directory if there is a logger, a path, or None or False for nowhere.
-            TensorBoard gets it too.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, in
@@ -115,18 +104,15 @@ class GradientHealth(GradientCallback):
         exploding: float = 100.0,
         vanishing: float = 1e-7,
         activations: bool = False,
-        figure: bool | str | None = True,
     ) -> None:
         super().__init__()
         self.exploding = check_positive("exploding", exploding)
         self.vanishing = check_positive("vanishing", vanishing)
         self._schedule = Schedule(every_n_steps)
-        self._figure = figure
         self._order = ForwardOrder()
         self._watch_activations, self._activations = activations, ActivationWatch()
         self._records: dict[int, OptimizerHealth] = {}
         self._without_optimizer: list[LayerStats] = []
-        self._reported = False  # in this fit; without a report there is no figure
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Reset the history."""
@@ -134,7 +120,6 @@ class GradientHealth(GradientCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the hooks, after the sanity check of validation."""
-        self._reported = False
         self._order.watch(pl_module)
         if self._watch_activations and not self._activations.watch(pl_module):
             log.warning("GradientHealth(activations=True) cannot watch a compiled model.")
@@ -164,7 +149,6 @@ class GradientHealth(GradientCallback):
         self._activations.end_batch()
         due = [index for index, record in self._records.items() if record.pending is not None]
         if due:
-            self._reported = True
             scaled = loss_scale(trainer) is not None
             self._order.stop()
             extra = self._activations.take(scaled=scaled)
@@ -227,7 +211,8 @@ class GradientHealth(GradientCallback):
         """Return the worst issue, for the doctor."""
         summary, issues = self.summary(), self.issues
         if issues:
-            return [Verdict("gradients", "look", f"{issues[0]}", issues[0].advice)]
+            lost = float(issues[0].severity == CRITICAL)
+            return [Verdict("gradients", "look", f"{issues[0]}", issues[0].advice, gain=lost)]
         if not any(record.reported_step for record in self._records.values()):
             finding = "GradientHealth has made no report yet."
             return [Verdict("gradients", "unknown", finding, "Train longer, or report more often.")]
@@ -252,20 +237,18 @@ class GradientHealth(GradientCallback):
             notes.append(f"The worst {top} of {len(rows)}; report(top=None) has all.")
         return Report(f"Gradient health: {self.summary()}", rows[:top], notes)
 
-    def figure(self) -> Figure:
-        """Return a matplotlib figure of the gradient flow by layer and over time.
-
-        Raises:
-            ImportError: Without matplotlib, which the extra ``plots`` brings.
-        """
-        timelines = {index: record.timeline for index, record in self._records.items()}
-        limits = (self.exploding, self.vanishing)
-        return draw_health(self.summary(), self.issues, self.layers, timelines, *limits)
+    def series(self) -> dict[str, list[list[float]]]:
+        """Return step and gradient RMS of each layer at each report, in forward order."""
+        entries = [entry for record in self._records.values() for entry in record.timeline]
+        names = dict.fromkeys(name for entry in reversed(entries) for name in entry["flow"])
+        return {
+            f"layers/{name}": [[e["step"], e["flow"][name]] for e in entries if name in e["flow"]]
+            for name in names
+        }
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Diagnose the steps since the last report, and save the figure."""
+        """Diagnose the steps since the last report."""
         self._finish(trainer, pl_module)
-        save_at_end(self.figure, self._reported and self._figure, trainer, FIGURE)
 
     def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for index, record in self._records.items():

@@ -93,9 +93,10 @@ def measure_gradients(step: GradientStep) -> Tensor:
         the loss scale); number of ranks with a NaN, and with an Inf; non-zero elements; elements;
         and number of ranks with a gradient.
     """
-    gradients, tensors = step.gradients, step.gradients.tensors
-    if not tensors:
+    gradients = step.gradients
+    if not gradients.tensors:
         return torch.zeros(7, 0)
+    tensors = gradients.summed()
     device, wide = tensors[0].device, wide_dtype(tensors[0].device)
     largest = torch.stack([largest_magnitude(t).to(device, wide) for t in tensors])
     nan, inf = largest.isnan(), largest.isinf()

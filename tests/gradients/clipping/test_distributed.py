@@ -11,19 +11,26 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import lightning_opt as lo
 from lightning_opt.core.modules.sharding import flat_parameter_groups
 from lightning_opt.core.numerics.norms import collect_gradients, measure_norms, parameters_of
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import FSDPOnCPU, MemoryLogger, quiet_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -40,22 +47,37 @@ Run: TypeAlias = dict[str, Any]
 """``logged`` values by key, ``weights``, and the callback's ``state``."""
 
 
+PLANS: dict[str, dict[str, ParallelStyle]] = {
+    "tensor": {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    # The gradients of the LayerNorm are Partial.
+    "sequence": {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+        "4": SequenceParallel(sequence_dim=0),
+        "5": PrepareModuleInput(
+            input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True
+        ),
+    },
+}
+
+
 class ShardedNet(SmallNet):
     """Rows of 4, 3 and 1 over two ranks: even, uneven and empty shards.
 
     Args:
-        shard: Which layers are sharded: ``"all"``, ``"part"``, ``"tensor"`` or none.
+        shard: Which layers are sharded: ``"all"``, ``"part"``, one of :data:`PLANS`, or none.
     """
 
     def __init__(self, shard: str = "", **settings: Any) -> None:
         super().__init__(widths=(4, 3), lr=0.05, **settings)
+        self.layer.insert(4, nn.LayerNorm(3))
         self.shard = shard
 
     def configure_model(self) -> None:
         if not self.shard or isinstance(self.layer[0].weight, DTensor):
             return
-        if self.shard == "tensor":
-            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        if self.shard in PLANS:
+            plan = PLANS[self.shard]
             parallelize_module(self.layer, self.device_mesh["tensor_parallel"], plan)
             return
         mesh = self.device_mesh["data_parallel"]
@@ -63,27 +85,15 @@ class ShardedNet(SmallNet):
             fully_shard(self.layer[0], mesh=mesh)
             return
         for child in self.layer:
-            if isinstance(child, nn.Linear):
+            if isinstance(child, (nn.Linear, nn.LayerNorm)):
                 fully_shard(child, mesh=mesh)
         fully_shard(self.layer, mesh=mesh)
 
     def step(self, batch: Any) -> Tensor:
-        if self.shard in ("part", "tensor"):
+        if self.shard in ("part", *PLANS):
             # Replicated parameters are not reduced here, so all ranks need the same data.
             return self.loss(self(batch[0]), batch[1])
         return super().step(batch)
-
-
-class FSDPOnCPU(FSDPStrategy):
-    """Lightning's FSDP1 without its check for an accelerator."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(
-            model,
-            sharding_strategy=self.sharding_strategy,
-            device_id=torch.device("cpu"),
-            **self.kwargs,
-        )
 
 
 class Whole(Callback):
@@ -203,11 +213,13 @@ def run_mixed() -> dict[str, Run]:
     part = {
         name: train(ShardedNet("part"), rule(), data_parallel()) for name, rule in RULES.items()
     }
-    tensor = {
-        name: train(ShardedNet("tensor"), rule(), ModelParallelStrategy(1, 2))
-        for name, rule in RULES.items()
-    }
-    return {"part": part, "tensor": tensor}
+    runs = {"part": part}
+    for plan in PLANS:
+        runs[plan] = {
+            name: train(ShardedNet(plan), rule(), ModelParallelStrategy(1, 2))
+            for name, rule in RULES.items()
+        }
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +228,7 @@ def mixed() -> list[dict[str, dict[str, Run]]]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shard", ["part", "tensor"])
+@pytest.mark.parametrize("shard", ["part", *PLANS])
 def test_mixed_plain_and_sharded_parameters_equal_one_process(shard, rule, mixed, single):
     local = ("clip/fraction", "clip/coefficient") if rule in ("fixed_value", "unit_wise") else ()
     check([runs[shard][rule] for runs in mixed], single[rule], local=local)
@@ -242,16 +254,20 @@ def measure_meshes() -> tuple[list[float], float]:
         parameters.append(parameter)
     plain = nn.Parameter(torch.ones(2))
     plain.grad = torch.full((2,), 10.0)
-    norms = measure_norms(collect_gradients([*parameters, plain]))
     pending = nn.Parameter(distribute_tensor(torch.ones(2), meshes[0], [Replicate()]))
-    pending.grad = DTensor.from_local(torch.ones(2), meshes[0], [Partial()])
-    with pytest.raises(RuntimeError, match="its sum over ranks is pending"):
+    pending.grad = DTensor.from_local(torch.full((2,), 5.0), meshes[0], [Partial()])
+    gradients = collect_gradients([*parameters, plain, pending])
+    norms = measure_norms(gradients)
+    assert torch.equal(pending.grad.to_local(), torch.full((2,), 5.0))
+    pending.grad = DTensor.from_local(torch.ones(2), meshes[0], [Partial("max")])
+    with pytest.raises(RuntimeError, match=r"only Partial\('sum'\) can be measured"):
         collect_gradients([pending])
     return norms.per_tensor, norms.total
 
 
 def test_norms_of_parameters_on_several_meshes():
-    expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)] + [math.sqrt(200)]
+    expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    expected += [math.sqrt(200), math.sqrt(200)]
     for per_tensor, total in launch(measure_meshes):
         assert per_tensor == pytest.approx(expected, rel=1e-6)
         assert total == pytest.approx(math.hypot(*expected), rel=1e-6)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import lightning_opt as lo
 from tests.gradients.faulty import FaultyNet, Lion, all_finite
+from tests.gradients.guard.optimizers import SAM, Lookahead, ScheduleFree, StableSPAM
 from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -17,6 +19,63 @@ from tests.helpers.trainers import quiet_trainer
 def fit(model: Any, *callbacks: Any, **settings: Any) -> Any:
     quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
     return model
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scaled"),
+    [
+        (StableSPAM, False),
+        (StableSPAM, True),
+        (Lookahead, False),
+        (ScheduleFree, False),
+        (SAM, False),
+    ],
+)
+def test_skipped_steps_leave_no_trace_in_optimizers_of_others(
+    optimizer: type[Optimizer], scaled: bool
+) -> None:
+    # With a loss scale a finite loss with a bad gradient counts as an overflow.
+    faults = {0: "nan", 5: "nan" if scaled else "root", 6: "constant"}
+    guard = lo.NonFiniteGuard(lr_backoff=1.0)
+    plugins = [[lo.DynamicLossScale(init_scale=1.0)] if scaled else [] for _ in range(2)]
+    guarded = fit(FaultyNet(faults, optimizer, {}, batches=16), guard, plugins=plugins[0])
+    clean = fit(FaultyNet({}, optimizer, {}, batches=16, leave_out=faults), plugins=plugins[1])
+    assert [event["batch_idx"] for event in guard.events] == list(faults)
+    assert_same_weights(guarded, clean)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_warning_if_the_optimizer_has_moved_weights_before_a_bad_evaluation() -> None:
+    class BadAgain(FaultyNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.evaluations = getattr(self, "evaluations", 0) + 1
+            return loss * float("nan") if self.evaluations == 4 else loss
+
+    with pytest.warns(UserWarning, match="skips a step of SAM, which had changed the weights"):
+        model = fit(BadAgain({}, SAM, {}), lo.NonFiniteGuard())
+    assert all_finite(model)
+
+
+def test_schedulers_step_and_post_hooks_run_at_a_skipped_step() -> None:
+    seen = []
+
+    class Scheduled(FaultyNet):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+            optimizer.register_step_post_hook(
+                lambda own, *_: seen.append(own.param_groups[0]["params"][0].grad is not None)
+            )
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+    model = fit(Scheduled({0: "nan"}, batches=2), lo.NonFiniteGuard())
+    assert seen == ["pre", False, "pre", True]
+    assert model.trainer.optimizers[0].param_groups[0]["lr"] == 0.02 * 0.25
 
 
 class Masked(FaultyNet):

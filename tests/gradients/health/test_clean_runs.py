@@ -145,7 +145,7 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
 def test_clean_training_has_no_critical_issue(kind):
     torch.manual_seed(0)
     model, settings = TRAININGS[kind]()
-    health = GradientHealth(every_n_steps=EVERY, activations=True, figure=None)
+    health = GradientHealth(every_n_steps=EVERY, activations=True)
     seen: list[str] = []
 
     class Collect(Callback):

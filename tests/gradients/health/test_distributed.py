@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import (
 
 import lightning_opt as lo
 from lightning_opt.gradients.health.measures import ActivationWatch
-from tests.gradients.clipping.test_distributed import FSDPOnCPU, ShardedNet, data_parallel
+from tests.gradients.clipping.test_distributed import ShardedNet, data_parallel
 from tests.helpers.models import loader_of
 from tests.helpers.processes import launch
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import FSDPOnCPU, MemoryLogger, quiet_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ class WithUnused(ShardedNet):
 
     def configure_model(self) -> None:
         super().configure_model()
-        if self.shard:
+        if self.shard == "all":
             fully_shard(self.unused, mesh=self.device_mesh["data_parallel"])
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -48,7 +48,7 @@ class WithUnused(ShardedNet):
 
 def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) -> dict[str, Any]:
     logger = MemoryLogger()
-    health = lo.GradientHealth(every_n_steps=every, figure=None)
+    health = lo.GradientHealth(every_n_steps=every)
     trainer = quiet_trainer(
         strategy=strategy,
         devices=1 if strategy == "auto" else 2,
@@ -109,12 +109,16 @@ def run_fsdp2() -> dict[str, Any]:
     return train(WithUnused("all"), data_parallel())
 
 
+def run_sequence_parallel() -> dict[str, Any]:
+    return train(WithUnused("sequence"), ModelParallelStrategy(1, 2))
+
+
 def run_fsdp1() -> dict[str, Any]:
     policy = ModuleWrapPolicy({nn.Linear})
     return train(WithUnused(), FSDPOnCPU(auto_wrap_policy=policy, use_orig_params=True))
 
 
-@pytest.mark.parametrize("run", [run_ddp, run_fsdp2])
+@pytest.mark.parametrize("run", [run_ddp, run_fsdp2, run_sequence_parallel])
 def test_every_rank_measures_the_same_as_one_process(run, single):
     check(launch(run), single)
 

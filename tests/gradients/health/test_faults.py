@@ -50,7 +50,7 @@ def mlp(depth: int, activation: type[nn.Module] = nn.ReLU, width: int = WIDTH) -
 def train(
     model: LightningModule, steps: int = 60, every: int = 10, plugins: Any = None, **settings: Any
 ) -> GradientHealth:
-    health = GradientHealth(every_n_steps=every, figure=None, **settings)
+    health = GradientHealth(every_n_steps=every, **settings)
     trainer = quiet_trainer(
         callbacks=[health, AdaptiveClipping()], max_steps=steps, max_epochs=-1, plugins=plugins
     )

@@ -1,6 +1,5 @@
-"""GradientHealth in Trainers: measurements, logs, resume, figure and errors."""
+"""GradientHealth in Trainers: measurements, logs, resume and errors."""
 
-import builtins
 import json
 import math
 import statistics
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import lightning_opt as lo
@@ -49,7 +47,7 @@ def fit(health: lo.GradientHealth, *others: Callback, model: Any = None, **setti
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
 def test_measurements_match_float64(path):
-    health, reference = lo.GradientHealth(every_n_steps=6, figure=None), Reference()
+    health, reference = lo.GradientHealth(every_n_steps=6), Reference()
     fit(health, reference)  # 12 steps: the window of the last report is steps 7 to 12
     vitals = {p.name: p for layer in health.layers for p in layer.parameters}
     assert vitals.keys() == reference.gradients[0].keys()
@@ -68,7 +66,7 @@ def test_measurements_match_float64(path):
 def test_update_ratio_of_a_large_tensor_is_sampled():
     """The sample must cover all columns: 150,000 weights in 6 columns, about every 18th."""
     model = SmallNet("Adam", widths=(25_000,), lr=1e-3)
-    health, reference = lo.GradientHealth(every_n_steps=12, figure=None), Reference()
+    health, reference = lo.GradientHealth(every_n_steps=12), Reference()
     fit(health, reference, model=model)
     found = next(p for p in health.layers[0].parameters if p.name == "layer.0.weight")
     before, after = reference.before[-1][found.name], reference.after[-1][found.name]
@@ -87,7 +85,7 @@ def test_finite_gradient_with_infinite_norm_is_exploding_not_inf(path):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             pl_module.layer[0].weight.grad.fill_(2e19)
 
-    health = lo.GradientHealth(every_n_steps=1, figure=None)
+    health = lo.GradientHealth(every_n_steps=1)
     quiet_trainer(callbacks=[Overflow(), health], limit_train_batches=3).fit(Huge())
     assert {issue.type for issue in health.issues} == {"exploding"}
     assert health.issues[0].severity == "critical"
@@ -95,7 +93,7 @@ def test_finite_gradient_with_infinite_norm_is_exploding_not_inf(path):
 
 
 def test_reports_log_all_keys_at_the_trainers_step():
-    logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=5, figure=None)
+    logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=5)
     reference = Reference()
     trainer = fit(health, reference, logger=logger)
     records = [(s, m) for s, m in logger.records if any(k.startswith("health/") for k in m)]
@@ -117,7 +115,7 @@ def test_reports_log_all_keys_at_the_trainers_step():
 
 
 def test_each_optimizer_has_its_own_history():
-    logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=4, figure=None)
+    logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=4)
     fit(health, model=AdversarialNet(generator_every=2), logger=logger)
     steps = {index: state["steps"] for index, state in health.state_dict().items()}
     assert steps == {"0": 6, "1": 12}
@@ -134,7 +132,7 @@ def test_several_steps_in_one_batch_all_count():
             super().training_step(batch, batch_idx)
             super().training_step(batch, batch_idx)
 
-    health = lo.GradientHealth(every_n_steps=1, figure=None)
+    health = lo.GradientHealth(every_n_steps=1)
     fit(health, model=Twice())
     steps = {index: state["steps"] for index, state in health.state_dict().items()}
     assert steps == {"0": 24, "1": 24}
@@ -153,7 +151,7 @@ def test_layers_are_in_forward_order():
             hidden = self.attention(hidden, hidden, hidden)[0][:, 0]
             return nn.functional.cross_entropy(self.last(hidden), batch[1])
 
-    health, model = lo.GradientHealth(every_n_steps=2, figure=None), Shuffled()
+    health, model = lo.GradientHealth(every_n_steps=2), Shuffled()
     fit(health, model=model, max_steps=4)
     names = [layer.name for layer in health.layers]
     assert names == ["first", "attention", "attention.out_proj", "last"]
@@ -163,7 +161,7 @@ def test_layers_are_in_forward_order():
 def test_compiled_model_gets_no_hooks_and_registration_order():
     model = Classifier(mlp(2))
     model.net.compile(backend="eager")
-    health = lo.GradientHealth(every_n_steps=2, figure=None, activations=True)
+    health = lo.GradientHealth(every_n_steps=2, activations=True)
 
     class CheckHooks(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -191,7 +189,7 @@ def test_device_is_read_once_per_report(monkeypatch):
 
     with SyncCounter() as syncs:
         after = Window(syncs, False)
-        health = lo.GradientHealth(every_n_steps=3, figure=None)
+        health = lo.GradientHealth(every_n_steps=3)
         fit(Window(syncs, True), health, after)  # type: ignore[arg-type]
     ours = [
         sum(n for place, n in count.items() if "lightning_opt" in place) for count in after.counts
@@ -211,13 +209,13 @@ def test_issue_and_history_survive_a_resume(tmp_path):
             net[4].bias.fill_(-1e4)
         return Classifier(net)
 
-    first = lo.GradientHealth(every_n_steps=5, figure=None)
+    first = lo.GradientHealth(every_n_steps=5)
     trainer = fit(first, model=broken(), max_steps=12)
     trainer.save_checkpoint(tmp_path / "stopped.ckpt")
     assert not first.issues
     json.dumps(first.state_dict())  # plain types, whatever the checkpoint's format
 
-    second, model = lo.GradientHealth(every_n_steps=5, figure=None), broken()
+    second, model = lo.GradientHealth(every_n_steps=5), broken()
     trainer = quiet_trainer(callbacks=[second], max_steps=15, max_epochs=-1)
     trainer.fit(model, ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
     assert [issue.type for issue in second.issues] == ["dead"]
@@ -227,7 +225,7 @@ def test_issue_and_history_survive_a_resume(tmp_path):
 
 
 def test_accumulated_batches_count_as_one_step():
-    health = lo.GradientHealth(every_n_steps=2, figure=None)
+    health = lo.GradientHealth(every_n_steps=2)
     fit(health, accumulate_grad_batches=3)
     assert health.state_dict()["0"]["steps"] == 4
 
@@ -241,47 +239,22 @@ def test_clipping_reuses_the_norms_of_health(monkeypatch):
         return measure(*args, **settings)
 
     monkeypatch.setattr(gradient_callback, "measure_norms", counted)
-    fit(lo.GradientHealth(figure=None), lo.AdaptiveClipping())
+    fit(lo.GradientHealth(), lo.AdaptiveClipping())
     assert len(calls) == 12
 
 
 def test_long_timeline_is_thinned(monkeypatch):
     monkeypatch.setattr(optimizer_health, "TIMELINE", 8)
-    health = lo.GradientHealth(every_n_steps=1, figure=None)
+    health = lo.GradientHealth(every_n_steps=1)
     fit(health, max_epochs=3)
     timeline = health.state_dict()["0"]["timeline"]
     assert len(timeline) <= 8
     assert (timeline[0]["step"], timeline[-1]["step"]) == (1, 36)
 
 
-# --- figure -------------------------------------------------------------------------------------
-
-
-def test_figure_is_saved_and_sent_to_tensorboard(tmp_path):
-    logger = TensorBoardLogger(tmp_path, name="run", version=0)
-    fit(lo.GradientHealth(every_n_steps=3), logger=logger)
-    assert (tmp_path / "run" / "version_0" / "gradient_health.png").stat().st_size > 10_000
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "run" / "version_0")).Reload()
-    assert events.Tags()["images"] == ["gradient_health"]
-    assert "health/norm" in events.Tags()["scalars"]
-
-
-def test_figure_is_saved_at_the_given_path(tmp_path):
-    fit(lo.GradientHealth(every_n_steps=3, figure=str(tmp_path / "deep" / "flow.svg")))
-    assert (tmp_path / "deep" / "flow.svg").read_text().startswith("<?xml")
-
-
-def test_no_figure_without_a_report_or_without_a_logger(tmp_path):
-    fit(lo.GradientHealth(), default_root_dir=tmp_path)  # 12 steps, a report every 50
-    fit(lo.GradientHealth(every_n_steps=3), default_root_dir=tmp_path)  # no logger
-    assert not list(tmp_path.iterdir())
-
-
 def test_full_window_forces_a_report(monkeypatch):
     monkeypatch.setattr(optimizer_health, "LONGEST_WINDOW", 8)
-    health = lo.GradientHealth(every_n_steps=1000, figure=None)
+    health = lo.GradientHealth(every_n_steps=1000)
     fit(health)
     assert health.state_dict()["0"]["reported_step"] == 9
 
@@ -302,28 +275,12 @@ def test_complex_weights_count_as_two_real_ones(path):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             pl_module.on_before_optimizer_step(optimizer)
 
-    health = lo.GradientHealth(every_n_steps=3, figure=None)
+    health = lo.GradientHealth(every_n_steps=3)
     fit(Set(), health, model=Fourier())
     (found,) = (p for layer in health.layers for p in layer.parameters if p.name == "filter")
     assert found.mean == FINE(75**0.5)
     assert (found.numel, found.max, found.zeros) == (8, 4.0, 0.25)
     assert found.update > 0
-
-
-def test_training_without_matplotlib_logs_the_missing_extra(tmp_path, monkeypatch, caplog):
-    importer = builtins.__import__
-
-    def without(name: str, *args: Any, **settings: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return importer(name, *args, **settings)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    health = lo.GradientHealth(every_n_steps=3, figure=str(tmp_path / "flow.png"))
-    fit(health)
-    assert sum("lightning-opt[plots]" in record.message for record in caplog.records) == 1
-    with pytest.raises(ImportError, match=r"lightning-opt\[plots\]"):
-        health.figure()
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -360,6 +317,6 @@ def test_each_activation_is_reduced_once(monkeypatch):
     monkeypatch.setattr(
         measures, "largest_magnitude", lambda tensor: reduced.append(1) or measure(tensor)
     )
-    health = lo.GradientHealth(every_n_steps=1000, figure=None, activations=True)
+    health = lo.GradientHealth(every_n_steps=1000, activations=True)
     fit(health, model=Classifier(mlp(4)), max_steps=3)
     assert len(reduced) == 3 * (1 + 9)

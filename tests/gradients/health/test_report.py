@@ -1,7 +1,5 @@
-"""Diagnosis, report and figure from given numbers, without a training."""
+"""Diagnosis and report from given numbers, without a training."""
 
-import io
-import math
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from lightning_opt.gradients.health.diagnosis import (
     diagnose,
 )
 from lightning_opt.gradients.health.layer_stats import LayerStats, ParameterStats, group_layers
-from lightning_opt.gradients.health.report import draw_health, layer_rows, summarize
+from lightning_opt.gradients.health.report import layer_rows, summarize
 
 
 def layer(name: str, flow: float = 1e-3, **more: Any) -> LayerStats:
@@ -165,7 +163,7 @@ def test_several_places_are_one_issue_at_the_worst():
     assert (issue.place, issue.others) == ("a", ("c", "b"))
 
 
-# --- report and figure --------------------------------------------------------------------------
+# --- report ---------------------------------------------------------------------------------
 
 
 def test_report_lists_the_worst_layers_first_with_advice():
@@ -188,22 +186,6 @@ def test_summary_without_issues_depends_on_earlier_nonfinite_steps():
     status, sentence = summarize([], 100, 2, nonfinite=2)
     assert status == "warning"
     assert "2 of 100 steps" in sentence
-
-
-@pytest.mark.parametrize("count", [0, 1, 300])
-def test_figure_of_any_number_of_layers(count):
-    found = [layer(f"blocks.{i}.attention.projection", 1e-3) for i in range(count)]
-    entry = {"low": 0.5, "median": 1.0, "high": 200.0}
-    timeline = [{"step": s, **entry, "flow": {x.name: x.flow for x in found}} for s in (10, 20)]
-    figure = draw_health(summarize([], 20, 2), [], found, {0: timeline}, 100.0, 1e-7)
-    figure.savefig(io.BytesIO())
-    assert len(figure.axes[0].get_xticks()) <= 40
-
-
-def test_figure_of_a_run_that_was_never_finite():
-    found = [layer("a", count=0, mean=0.0, nan=3, norm=math.nan)]
-    issues = [Issue("nan", CRITICAL, "a", "NAN gradients")]
-    draw_health(summarize(issues, 3, 1), issues, found, {0: []}, 100.0, 1e-7).savefig(io.BytesIO())
 
 
 def test_parameters_are_grouped_by_module_in_forward_order():

@@ -1,0 +1,105 @@
+"""Optimizers as their papers have them, with state outside ``Optimizer.state``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+
+class Evaluating(Optimizer):
+    """Evaluates the loss, then calls ``update``."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch.no_grad():
+            self.update()
+        return loss
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+    def trained(self) -> list[tuple[dict[str, Any], nn.Parameter, Tensor]]:
+        return [
+            (g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
+
+
+class StableSPAM(Evaluating):
+    """Huang et al. (2025): norms are corrected by a count in the object; momentum is reset."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.total_steps, self.rates = 0, {"beta1": 0.9}
+
+    def update(self) -> None:
+        self.total_steps += 1
+        self.rates["beta1"] *= 0.99
+        for group, parameter, gradient in self.trained():
+            state, beta = self.state[parameter], self.rates["beta1"]
+            state["norm"] = 0.85 * state.get("norm", 0.0) + 0.15 * gradient.norm()
+            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+            if self.total_steps % 4 == 0:
+                momentum.zero_()
+            level = state["norm"] / (1 - 0.85**self.total_steps)
+            momentum.mul_(beta).add_(gradient / gradient.norm() * level, alpha=1 - beta)
+            parameter.sub_(momentum, alpha=group["lr"])
+
+
+class Lookahead(Optimizer):
+    """Zhang et al. (2019): every three steps weights move back towards slow ones."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        self.optimizer, self.counter = SGD(params, lr=lr, momentum=0.9), 0
+        super().__init__(self.optimizer.param_groups, {})
+        self.param_groups = self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.counter += 1
+        if self.counter % 3 == 0:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    slow = self.state[parameter].setdefault("slow", parameter.clone())
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+
+class ScheduleFree(Evaluating):
+    """Defazio et al. (2024): counts and sums of weights in the group."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += min(1.0, group["k"] / 4)
+        for group, parameter, gradient in self.trained():
+            share = min(1.0, group["k"] / 4) / group["weight_sum"]
+            z = self.state[parameter].setdefault("z", parameter.clone())
+            parameter.lerp_(z, share).add_(gradient, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+            z.sub_(gradient, alpha=group["lr"])
+
+
+class SAM(Evaluating):
+    """Foret et al. (2021): a second evaluation at weights that are moved along the gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.02, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.base = SGD(self.param_groups, momentum=0.9)
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
+        with torch.no_grad():
+            norm = torch.stack([gradient.norm() for *_, gradient in self.trained()]).norm()
+            before = [(parameter, parameter.clone()) for _, parameter, _ in self.trained()]
+            for group, parameter, gradient in self.trained():
+                parameter.add_(gradient, alpha=group["rho"] / float(norm))
+            evaluate()
+            for parameter, value in before:
+                parameter.copy_(value)
+            self.base.step()
+        return loss

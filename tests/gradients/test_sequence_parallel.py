@@ -1,0 +1,120 @@
+"""Gradients whose sum over ranks is pending, as SequenceParallel leaves them in ``Parameter.grad``.
+
+Clipping rules and GradientHealth have their own tests with the same model.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import lightning_opt as lo
+from tests.gradients.clipping.test_distributed import ShardedNet, Whole, whole
+from tests.helpers.models import assert_same_weights, batches_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+BATCHES = 8
+FAULTY = 3
+
+
+class Poison(Callback):
+    """Makes one element of one rank's summand of a LayerNorm's gradient infinite."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == FAULTY and trainer.global_rank == 1:
+            pl_module.layer[4].weight.grad.to_local()[0] = float("inf")
+
+
+def fit(shard: str, *callbacks: Callback, leave_out: int | None = None) -> dict[str, Tensor]:
+    strategy: Any = ModelParallelStrategy(1, 2) if shard else "auto"
+    data: Dataset[Any] = batches_of(BATCHES)
+    rows = [row for row in range(4 * BATCHES) if row // 4 != leave_out]
+    final = Whole()
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=2 if shard else 1,
+        callbacks=[*callbacks, final],
+        limit_val_batches=0,
+    )
+    trainer.fit(ShardedNet(shard), DataLoader(Subset(data, rows), batch_size=4))
+    return final.weights
+
+
+def fit_all() -> dict[str, Any]:
+    guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=2)
+    return {
+        "guard": fit("sequence", Poison(), guard),
+        "events": guard.events,
+        "window": fit("sequence", lo.Accumulation(3)),
+        "by hand": by_hand(),
+    }
+
+
+class ByHand(ShardedNet):
+    """Accumulates and clips in ``training_step``."""
+
+    def __init__(self, shard: str, dtype: torch.dtype) -> None:
+        super().__init__(shard)
+        self.automatic_optimization = False
+        self.to(dtype)
+        self.norms: list[float] = []
+
+    def on_fit_start(self) -> None:
+        self.accumulator = lo.GradientAccumulator(self)
+        self.clipper = lo.GradientClipper(self, lo.FixedNorm(0.1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        inputs, targets = (part.to(self.dtype) for part in batch)
+        self.accumulator.backward(self.loss(self(inputs), targets))
+        if batch_idx % 2:
+            self.accumulator.average()
+            self.norms.append(float(self.clipper.clip()["norm"]))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_hand(shard: str = "sequence") -> dict[str, Any]:
+    runs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = ByHand(shard, dtype)
+        settings = {"strategy": ModelParallelStrategy(1, 2), "devices": 2} if shard else {}
+        quiet_trainer(limit_val_batches=0, **settings).fit(model, DataLoader(batches_of(8), 4))
+        weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
+        runs[str(dtype)] = weights, model.norms
+    return runs
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return launch(fit_all)
+
+
+def test_guard_skips_an_infinity_in_one_rank_of_a_pending_sum(ranks: Any) -> None:
+    expected = fit("", leave_out=FAULTY)
+    for rank in ranks:
+        assert [event["kind"] for event in rank["events"]] == ["nonfinite_gradient"]
+        assert rank["events"][0]["parameters"] == ["layer.4.weight"]
+        assert_same_weights(rank["guard"], expected, atol=1e-6)
+
+
+def test_short_window_of_accumulation_equals_one_process(ranks: Any) -> None:
+    expected = fit("", lo.Accumulation(3))
+    for rank in ranks:
+        assert_same_weights(rank["window"], expected, atol=1e-6)
+
+
+def test_accumulator_and_clipper_by_hand_equal_one_process(ranks: Any) -> None:
+    for dtype, (weights, norms) in by_hand("").items():
+        rounding = 1e-6 if dtype == "torch.float32" else 0.02
+        for rank in ranks:
+            found, found_norms = rank["by hand"][dtype]
+            assert found_norms == pytest.approx(norms, rel=rounding)
+            assert_same_weights(found, weights, atol=rounding)
