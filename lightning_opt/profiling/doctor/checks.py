@@ -11,9 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_opt.core.measure.machine import why_no_bf16
+from lightning_opt.core.measure.memory import MB, peak_usage
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.verdicts import State, Verdict
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -22,8 +23,8 @@ MAX_USER_SEED = 2**32
 """Seeds set by users are smaller; seeds that torch draws by itself are larger."""
 
 NEARLY_FULL, HALF_EMPTY = 0.95, 0.5
-"""Shares of a GPU's memory: above the first a run may soon fail, below the second a larger batch
-fits."""
+"""Shares of a limit of memory: above the first a run may soon fail, below the second a larger batch
+fits on a GPU."""
 
 
 def profile(trainer: pl.Trainer) -> Verdict | None:
@@ -34,25 +35,28 @@ def profile(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("profile", "ok", f"{name} profiled the run.")
 
 
-def gpu_memory(trainer: pl.Trainer) -> list[Verdict]:
-    """How much of the GPU's memory was used at the peak?"""
+def memory(trainer: pl.Trainer) -> list[Verdict]:
+    """How near did memory come to its limit?"""
     device = trainer.strategy.root_device
-    if device.type != "cuda" or not torch.cuda.is_initialized():
+    if device.type != "cuda" and not trainer.global_step:
         return []
-    peak = torch.cuda.max_memory_allocated(device)
-    if not peak:
+    peak = peak_usage(device)
+    if peak is None or not peak.used:
         return []
-    used = peak / torch.cuda.get_device_properties(device).total_memory
-    finding = f"At the peak, tensors took {used:.0%} of the GPU's memory."
-    memory = batch_size = ""
-    if used > NEARLY_FULL:
-        memory = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
-    if used < HALF_EMPTY:
-        batch_size = "find_batch_size() finds the largest and the fastest batch size."
-    return [
-        Verdict("memory", "look" if memory else "ok", finding, memory),
-        Verdict("batch size", "look" if batch_size else "ok", finding, batch_size),
+    used = peak.fraction
+    of = f"{peak.used / MB:,.0f} of {peak.total / MB:,.0f} MB ({peak.source})"
+    finding = f"At the peak, memory was {used:.0%} full: {of}."
+    split = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
+    search = "find_batch_size() finds the largest and the fastest batch size."
+    verdicts = [
+        Verdict("memory", "look", finding, split, gain=min(1.0, used))
+        if used > NEARLY_FULL
+        else Verdict("memory", "ok", finding)
     ]
+    if device.type == "cuda":
+        state: State = "look" if used < HALF_EMPTY else "ok"
+        verdicts.append(Verdict("batch size", state, finding, search if state == "look" else ""))
+    return verdicts
 
 
 def precision(trainer: pl.Trainer) -> Verdict | None:
@@ -110,7 +114,7 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     finding = f"{bad[0]}{more} of the model's tensors are NaN or infinite."
     advice = "Resume from a good checkpoint, and add NonFiniteGuard(policy='rollback')."
-    return Verdict("stability", "look", finding, advice)
+    return Verdict("stability", "look", finding, advice, gain=1.0)
 
 
 def clipping(trainer: pl.Trainer) -> Verdict | None:
@@ -159,7 +163,7 @@ def monitoring(trainer: pl.Trainer) -> Verdict | None:
 
 CHECKS: tuple[Callable[[Any], Verdict | list[Verdict] | None], ...] = (
     profile,
-    gpu_memory,
+    memory,
     precision,
     optimizer,
     compilation,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import lightning_opt
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import TOPICS, State, Verdict
 from lightning_opt.profiling.doctor.checks import CHECKS
@@ -44,18 +46,18 @@ MARKS: dict[State, str] = {"look": "LOOK", "ok": "ok", "unknown": "?"}
 
 
 class Diagnosis(Report):
-    """The verdicts of the checklist; those that need attention come first.
+    """The verdicts of the checklist.
 
     Prints as text, renders in a notebook, and converts to markdown or JSON.
 
     Attributes:
-        verdicts: One for each question.
+        verdicts: One for each question. Those that need attention come first, by their gain.
         rows: The same as a table: question, verdict (``ok``, ``look``, ``unknown``), finding and
             advice.
     """
 
     def __init__(self, verdicts: Sequence[Verdict], notes: Sequence[str] = ()) -> None:
-        self.verdicts = sorted(verdicts, key=lambda verdict: SORT_ORDER[verdict.state])
+        self.verdicts = sorted(verdicts, key=_priority)
         number = {state: sum(v.state == state for v in verdicts) for state in SORT_ORDER}
         title = (
             f"Diagnosis: {number['look']} to look at, {number['ok']} ok, {number['unknown']} not "
@@ -116,34 +118,59 @@ def doctor(trainer: pl.Trainer) -> Diagnosis:
     """
     found: list[Verdict] = []
     notes: list[str] = []
-    others = ("profiler", "strategy", "precision_plugin")
-    for part in (*trainer.callbacks, *(getattr(trainer, name, None) for name in others)):  # type: ignore[attr-defined]
+    for part in parts_of(trainer):
         diagnose = getattr(part, "diagnose", None)
         if callable(diagnose):
-            found += _collect(diagnose, type(part).__name__, notes)
+            found += collect(diagnose, type(part).__name__, notes)
     measured = {verdict.topic for verdict in found if verdict.state != "unknown"}
     for check in CHECKS:
-        verdicts = _collect(check, check.__name__, notes, trainer)
         found += [
             verdict
-            for verdict in verdicts
+            for verdict in collect(check, check.__name__, notes, trainer)
             if verdict.topic not in measured or verdict.topic not in UNDONE_AFTER_TRAINING
         ]
     chosen = []
     for topic in TOPICS:
         verdicts = [verdict for verdict in found if verdict.topic == topic]
         unknown = Verdict(topic, "unknown", "Not measured.", HINTS[topic])
-        chosen.append(min(verdicts, key=lambda v: SORT_ORDER[v.state], default=unknown))
+        chosen.append(min(verdicts, key=_priority, default=unknown))
     return Diagnosis(chosen, notes)
 
 
-def _collect(function: Any, name: str, notes: list[str], *arguments: Any) -> list[Verdict]:
-    """Return a function's verdicts. An exception becomes a note; other values are ignored."""
+def parts_of(trainer: pl.Trainer) -> list[Any]:
+    """Return callbacks, profilers, strategy and plugin that are ours or have ``diagnose``."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    profilers = (getattr(owner, "profiler", None) for owner in (*callbacks, trainer))
+    others = (getattr(trainer, name, None) for name in ("strategy", "precision_plugin"))
+    parts = {id(part): part for part in (*callbacks, *profilers, *others)}.values()
+    own = "lightning_opt."
+    return [p for p in parts if type(p).__module__.startswith(own) or hasattr(p, "diagnose")]
+
+
+def code_of(advice: str) -> str:
+    """Return the first call that an advice names, as a line of code; empty without one."""
+    match = re.search(r"\b([A-Za-z_][\w.]*)\((?:[^()]|\([^()]*\))*\)", advice)
+    if match is None:
+        return ""
+    code, name = match[0], match[1]
+    code = f"lo.{code}" if name in lightning_opt.__all__ else code  # type: ignore[attr-defined]
+    is_callback = name[0].isupper() and name != "Trainer"
+    return f"Trainer(callbacks=[{code}])" if is_callback else code
+
+
+def _priority(verdict: Verdict) -> tuple[int, float]:
+    return SORT_ORDER[verdict.state], -verdict.gain
+
+
+def collect(
+    function: Any, name: str, notes: list[str], *arguments: Any, kind: Any = Verdict
+) -> list[Any]:
+    """Return a function's results of one type. An exception becomes a note."""
     try:
         result = function(*arguments)
     except Exception as error:  # one failure must not hide the other verdicts
-        log.debug("doctor: %s failed", name, exc_info=True)
+        log.debug("%s failed", name, exc_info=True)
         notes.append(f"{name} failed: {type(error).__name__}: {error}")
         return []
     results = result if isinstance(result, (list, tuple)) else [result]
-    return [verdict for verdict in results if isinstance(verdict, Verdict)]
+    return [found for found in results if isinstance(found, kind)]

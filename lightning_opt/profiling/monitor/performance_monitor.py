@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lightning_opt.core.arguments import check_between
-from lightning_opt.core.measure.reading import DelayedReads, Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.core.modules.batches import check_tokens, samples_in, tokens_in
-from lightning_opt.core.modules.sharding import is_dtensor
+from lightning_opt.core.output.history import LossHistory
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
@@ -121,7 +119,7 @@ class PerformanceMonitor(RunCallback):
         self._window_step = 0
         self._latest: dict[str, float] = {}
         self._amounts: deque[tuple[int, int]] = deque()
-        self._losses: DelayedReads[None] = DelayedReads(delay=1)
+        self._losses = LossHistory(self.record.losses, delay=1)
 
     @property
     def fall(self) -> Slowdown | None:
@@ -191,7 +189,7 @@ class PerformanceMonitor(RunCallback):
         """End the step, and log if a report is due."""
         if self._clock is None:
             return
-        amount = samples_in(batch), self._tokens_of(batch)
+        amount = samples_in(batch, default=1), self._tokens_of(batch)
         keep = self._seen >= WARMUP
         if keep:
             self._amounts.append(amount)
@@ -199,7 +197,7 @@ class PerformanceMonitor(RunCallback):
         self._seen += 1
         self._steps += 1
         if self._schedule.is_due(self._steps):
-            self._record_loss(outputs)
+            self._losses.add(outputs, self._steps, trainer.accumulate_grad_batches)
             scalars = self._close_window(trainer)
             if scalars:
                 log_scalars(trainer, {f"perf/{key}": value for key, value in scalars.items()})
@@ -250,22 +248,11 @@ class PerformanceMonitor(RunCallback):
                 message = f"{describe(fall)} {CAUSES}"
                 log.warning("PerformanceMonitor, step %d: %s", trainer.global_step, message)
 
-    def _record_loss(self, outputs: Any) -> None:
-        """Copy the loss, to be read without waiting at the next report."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor) and loss.numel() == 1 and not is_dtensor(loss):
-            self._losses.push(loss.detach().reshape(1).clone(), None)
-        self._take_losses(self._losses.due())
-
-    def _take_losses(self, reads: Iterator[tuple[list[float], None]]) -> None:
-        for (loss,), _ in reads:
-            self.record.losses.add(loss)
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the last steps."""
         if self._clock is not None:
             self._take_steps(wait=True)  # an incomplete window, not for the throughput's history
-            self._take_losses(self._losses.flush())
+            self._losses.flush()
         self.release(trainer)
 
     def report(self) -> Report:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_opt.core.numerics.trend import mann_kendall
+from lightning_opt.core.output.history import History
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.profiling.durations import Work
@@ -37,7 +38,7 @@ class Record:
         device: Name of the device.
         ranks: Number of processes.
         work: The timed steps.
-        losses: Losses of the batches at which a report was due.
+        losses: Losses of the batches at which a report was due, by number.
         samples: For each sampled quantity: count, sum and largest value.
         notes: Sentences about the sampling.
     """
@@ -45,7 +46,7 @@ class Record:
     def __init__(self) -> None:
         self.device, self.ranks = "", 1
         self.work = Work()
-        self.losses = ThinnedSeries()
+        self.losses = History()
         self.samples: dict[str, tuple[int, float, float]] = {}
         self.notes: list[str] = []
 
@@ -59,28 +60,6 @@ class Record:
     def means(self) -> dict[str, float]:
         """Return the mean of each sampled quantity."""
         return {name: total / number for name, (number, total, _) in self.samples.items()}
-
-
-class ThinnedSeries(list[float]):
-    """Values of a series of any length. When it is full, every second value is dropped.
-
-    Args:
-        size: The largest number of values, even.
-    """
-
-    def __init__(self, size: int = 96) -> None:
-        super().__init__()
-        self.size = size
-        self._stride, self._seen = 1, 0
-
-    def add(self, value: float) -> None:
-        """Add the next value, if its turn has come."""
-        if self._seen % self._stride == 0:
-            if len(self) == self.size:
-                del self[1::2]
-                self._stride *= 2
-            self.append(value)
-        self._seen += 1
 
 
 def build_report(record: Record, slowdown: Slowdown | None) -> Report:
@@ -137,7 +116,8 @@ def judge(record: Record, slowdown: Slowdown | None, *, watched: bool) -> list[V
         finding = "PerformanceMonitor has not timed a step yet."
         return [Verdict("throughput", "unknown", finding, "Train more than two steps.")]
     throughput = _judge_throughput(record, slowdown, watched=watched)
-    return [throughput, _judge_convergence(record.losses)]
+    losses = [loss for _, loss in record.losses.points.get("loss", ())]
+    return [throughput, _judge_convergence(losses)]
 
 
 def _judge_throughput(record: Record, slowdown: Slowdown | None, *, watched: bool) -> Verdict:
@@ -146,11 +126,11 @@ def _judge_throughput(record: Record, slowdown: Slowdown | None, *, watched: boo
     if slowdown is not None:
         finding = describe(slowdown)
         advice = "DataMonitor() measures waiting for data, LeakDetector() growing memory."
-        return Verdict("throughput", "look", finding, advice)
+        return Verdict("throughput", "look", finding, advice, gain=slowdown.drop)
     if use < MIN_GPU_PERCENT:
         finding = f"{step}; the GPU was busy {use:.0f}% of the time."
         advice = "Trainer(profiler=StepProfiler()) measures what the GPU waits for."
-        return Verdict("throughput", "look", finding, advice)
+        return Verdict("throughput", "look", finding, advice, gain=1 - use / 100)
     if not watched:
         finding = f"{step}; slowdowns were not monitored."
         advice = "Keep slowdown=0.1 in PerformanceMonitor."
@@ -163,7 +143,7 @@ def _judge_convergence(losses: list[float]) -> Verdict:
     if bad:
         finding = f"{bad} of {len(losses)} recorded losses were NaN or infinite."
         advice = "Add NonFiniteGuard(). GradientHealth() shows the layer where it begins."
-        return Verdict("convergence", "look", finding, advice)
+        return Verdict("convergence", "look", finding, advice, gain=bad / len(losses))
     if len(losses) < MIN_LOSSES:
         finding = f"Only {len(losses)} losses were recorded, one per report."
         return Verdict("convergence", "unknown", finding, "Train longer, or report more often.")

@@ -87,7 +87,7 @@ class EpochHooks:
         self, inner: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._trainer.training:
-            self.samples = samples_in(batch)
+            self.samples = samples_in(batch, default=1)
             if self._tokens is not None:
                 self.tokens = tokens_in(batch, self._tokens, "StepProfiler")
         return inner(batch, *args, **kwargs)

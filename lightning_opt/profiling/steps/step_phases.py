@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning_opt.trainer.lightning import is_overridden
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -141,7 +141,7 @@ class Phases:
     def _of_callback(self, key: str, hook: str, trainer: pl.Trainer) -> int:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         owner = next((callback for callback in callbacks if callback.state_key == key), None)
-        if owner is not None and not _overrides(owner, hook, Callback):
+        if owner is not None and not is_overridden(hook, owner):
             return IGNORED
         if hook in ("on_save_checkpoint", "on_load_checkpoint"):
             return CHECKPOINT
@@ -159,10 +159,4 @@ def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
     owner_object: Any = (
         trainer.lightning_module if owner == "[LightningModule" else trainer.datamodule  # type: ignore[attr-defined]
     )
-    base = LightningModule if owner == "[LightningModule" else LightningDataModule
-    return phase if _overrides(owner_object, hook, base) else IGNORED
-
-
-def _overrides(owner: Any, hook: str, base: type) -> bool:
-    own = getattr(owner, hook, None)
-    return getattr(own, "__func__", own) is not getattr(base, hook, None)
+    return phase if is_overridden(hook, owner_object) else IGNORED

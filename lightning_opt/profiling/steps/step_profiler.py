@@ -9,22 +9,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.profilers import Profiler
-
 from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.profiling.flops import matmul_dtype, peak_flops
 from lightning_opt.profiling.steps.step_measures import Measures
-from lightning_opt.profiling.steps.step_phases import DATA, NAMES
+from lightning_opt.profiling.steps.step_phases import COMMUNICATION, DATA, NAMES
 from lightning_opt.profiling.steps.step_run import StepRun, Trace
+from lightning_opt.trainer.lightning import BaseProfiler
 
-DATA_BOUND = 0.2
-"""Waiting for data is reported as a problem above this share of the step time."""
+DATA_BOUND, COMMUNICATION_BOUND = 0.2, 0.3
+"""Waiting for data or for gradients is a problem above this share of the step time."""
 
 
-class StepProfiler(Profiler):
+class StepProfiler(BaseProfiler):
     """Shows where the time of a run goes, in phases that add up to the wall time.
 
     The phases are data wait, transfer, forward, loss, backward, gradient communication, clipping,
@@ -216,6 +215,14 @@ class StepProfiler(Profiler):
         """Return a table with a row per phase, the longest first. Arguments as :meth:`measures`."""
         return self.measures(stage).report()
 
+    def series(self) -> dict[str, list[tuple[int, float]]]:
+        """Return rank and busy milliseconds per step, if several ranks have been compared."""
+        measures = self._runs.get("fit")
+        if measures is None or measures.ranks is None:
+            return {}
+        busy = [1e3 * seconds for seconds in measures.ranks.busy]
+        return {"ranks/busy_ms": list(enumerate(busy))}
+
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on the longest phase and on waiting for data."""
         measures = self._runs.get("fit")
@@ -236,11 +243,15 @@ class StepProfiler(Profiler):
             finding += " excluding callbacks"
             note = f" Callbacks take {share:.0%} of the whole step, {most} the most."
         waiting = seconds.get(NAMES[DATA], 0.0) / total
+        sending = seconds.get(NAMES[COMMUNICATION], 0.0) / total
         verdicts = [Verdict("profile", "ok", f"{finding}.{note}", callbacks=note)]
+        if sending > COMMUNICATION_BOUND:
+            advice = "Trainer(strategy='ddp_compressed') sends fewer bytes if that pays."
+            verdicts = [Verdict("profile", "look", f"{finding}.", advice, gain=sending)]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
         if waiting > DATA_BOUND:
             advice = "Add DataPipelineTuner(), which measures how many workers the loader needs."
-            return [*verdicts, Verdict("data", "look", finding, advice)]
+            return [*verdicts, Verdict("data", "look", finding, advice, gain=waiting)]
         return [*verdicts, Verdict("data", "ok", finding)]
 
     def summary(self) -> str:

@@ -31,7 +31,7 @@ MEASURED = ("data", "throughput", "gradients", "stability", "clipping", "converg
 def watchers(**more):
     """Return every measuring callback, with intervals for short runs."""
     return [
-        lo.GradientHealth(every_n_steps=10, figure=None),
+        lo.GradientHealth(every_n_steps=10),
         lo.NonFiniteGuard(),
         lo.AdaptiveClipping(),
         lo.DataMonitor(every_n_steps=20, **more),
@@ -70,7 +70,7 @@ def _diagnose_healthy_and_leaking(folder):
     callbacks = [
         *watchers(threshold=0.5),
         lo.LeakDetector(every_n_steps=5, warmup_steps=40),
-        lo.MemoryProfiler(every_n_steps=70, figure=None, file=None),
+        lo.MemoryProfiler(every_n_steps=70, file=None),
         ModelCheckpoint(folder),
     ]
     trainer = fit(
@@ -285,7 +285,7 @@ def test_memory_and_batch_size_depend_on_the_peak(monkeypatch, used, memory, bat
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
     trainer = SimpleNamespace(strategy=strategy)
-    assert [verdict.state for verdict in checks.gpu_memory(trainer)] == [memory, batch]
+    assert [verdict.state for verdict in checks.memory(trainer)] == [memory, batch]
 
 
 def test_gradient_clip_val_is_unknown():

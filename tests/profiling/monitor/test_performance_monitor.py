@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.measure import timing
-from lightning_opt.profiling.monitor.report import Record, ThinnedSeries, judge
+from lightning_opt.profiling.monitor.report import Record, judge
 from tests.helpers.models import SmallNet, assert_same_state, batches_of, loader_of
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -141,13 +141,6 @@ def test_arguments_out_of_range_raise(settings):
         lo.PerformanceMonitor(**settings)
 
 
-def test_long_series_is_thinned_evenly():
-    thinned = ThinnedSeries(size=8)
-    for value in range(100):
-        thinned.add(value)
-    assert list(thinned) == [0, 16, 32, 48, 64, 80, 96]
-
-
 # --- falling throughput -------------------------------------------------------------------------
 
 
@@ -215,7 +208,8 @@ def test_verdict_on_throughput_depends_on_gpu_use():
 def test_verdict_on_the_trend_of_the_loss(losses, state):
     record = Record()
     record.work.add(0.1, 1, 0)
-    record.losses.extend(losses)
+    for step, loss in enumerate(losses):
+        record.losses.add("loss", step, loss)
     assert judge(record, None, watched=True)[1].state == state
 
 

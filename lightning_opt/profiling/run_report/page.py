@@ -1,0 +1,130 @@
+"""Builds the page of a run from the verdicts, reports, series and events of the Trainer's parts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import platform
+import subprocess
+import sys
+from datetime import datetime
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning_opt
+from lightning_opt.core.arguments import given_arguments
+from lightning_opt.core.measure.machine import commit_of_folder, describe_machine
+from lightning_opt.core.measure.memory import MB, peak_usage
+from lightning_opt.core.output.history import History
+from lightning_opt.core.output.loggers import HISTORIES, logged_step
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import TOPICS
+from lightning_opt.profiling.doctor.doctor import code_of, collect, doctor, parts_of
+from lightning_opt.trainer.lightning import package_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+FINDING = '<li><p class="faint">{}</p><h3>{}</h3><p>{}</p><pre>{}</pre></li>'
+TABLE = "<details><summary>{}</summary><div>{}</div></details>"
+
+RESOLVED = (1.0, 50, 2, "32-true")
+"""Values that Lightning sets for arguments of the Trainer whose default is None."""
+
+
+def build_page(trainer: pl.Trainer, sentence: str, folder: Path, images: bool = False) -> str:
+    """Return the page as HTML.
+
+    Args:
+        trainer: The Trainer.
+        sentence: The heading.
+        folder: An empty folder.
+        images: Whether to write a PNG of each picture there.
+    """
+    model, own = type(trainer.lightning_module).__name__, Path(__file__).parent
+    page, style = ((own / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
+    verdicts = doctor(trainer).verdicts
+    findings = [
+        FINDING.format(*map(escape, (TOPICS[v.topic], v.finding, v.advice, code_of(v.advice))))
+        for v in verdicts
+        if v.state == "look"
+    ]
+    hints = [escape(f"{TOPICS[v.topic]} {v.advice}") for v in verdicts if v.state == "unknown"]
+    tables = [table for part in parts_of(trainer) for table in _tables(part)]
+    return page.format(
+        title=escape(f"Run report · {model} · {datetime.now():%Y-%m-%d %H:%M}"),
+        style=style,
+        sentence=escape(sentence),
+        findings="".join(findings[:3]) or "<li>The checks found nothing to improve.</li>",
+        pictures=_pictures(trainer, folder, images),
+        hints="".join(f"<li>{hint}</li>" for hint in hints),
+        tables="".join(TABLE.format(escape(each.title), each.to_html()) for each in tables),
+        setup=_setup(trainer).to_html(),
+    )
+
+
+def _tables(part: Any) -> list[Report]:
+    notes: list[str] = []
+    tables = collect(getattr(part, "report", list), type(part).__name__, notes, kind=Report)
+    return [*tables, *(Report(note, []) for note in notes)]
+
+
+def _pictures(trainer: pl.Trainer, folder: Path, images: bool) -> str:
+    """Draw in another process, so that no error and no lack of memory can end this one."""
+    if find_spec("matplotlib") is None:
+        return "<p>Pictures need matplotlib: pip install 'lightning-opt[plots]'</p>"
+    script = Path(__file__).with_name("pictures.py")
+    command = [sys.executable, str(script), str(folder), "images" if images else ""]
+    data = json.dumps(_series_and_events(trainer))
+    try:
+        subprocess.run(command, input=data, capture_output=True, text=True, timeout=120, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("RunReport: %s", getattr(error, "stderr", ""), exc_info=True)
+        return f"<p>Drawing the pictures failed: {escape(repr(error))}</p>"
+    return (folder / "pictures.html").read_text(encoding="utf-8")
+
+
+def _series_and_events(trainer: pl.Trainer) -> tuple[dict[str, Any], list[tuple[float, str]]]:
+    series: dict[str, Any] = dict(HISTORIES.get(trainer, History()).points)
+    events: list[tuple[float, str]] = []
+    for part in parts_of(trainer):
+        series |= part.series() if hasattr(part, "series") else {}
+        found = (event for event in getattr(part, "events", ()) if "step" in event)
+        events += [(event["step"], event.get("action", event.get("kind", ""))) for event in found]
+    counts = [(step, round(step * share)) for step, share in series.get("clip/fraction", ())]
+    for (_, before), (step, after) in itertools.pairwise([(0, 0), *counts]):
+        events += [(step, "clipped")] * (after > before)
+    nearest = peak_usage(trainer.strategy.root_device)
+    has_memory = any(key.startswith(("profile/", "report/")) for key in series)
+    if has_memory and nearest is not None and nearest.fraction > 1 / 3:  # else a flat picture
+        series["limit"] = [(step, nearest.total / MB) for step in (0, logged_step(trainer))]
+    return series, events
+
+
+def _setup(trainer: pl.Trainer) -> Report:
+    lightning = package_of(trainer)
+    versions = [f"{p.__name__} {p.__version__}" for p in (lightning_opt, lightning)]
+    rows = {
+        "machine": describe_machine(trainer.strategy.root_device.type),
+        "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
+        "commit": commit_of_folder() or "none",
+        "processes": f"{trainer.world_size}, {type(trainer.strategy).__name__}",
+        "Trainer": given_arguments(trainer, RESOLVED),
+        **{type(part).__name__: given_arguments(part) for part in parts_of(trainer)},
+    }
+    return Report("", [{"part": k, "settings": v or "defaults"} for k, v in rows.items()])
+
+
+class Page(str):
+    """A page as HTML, which a notebook shows."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:  # in a frame, which keeps its styles apart from the notebook's
+        style = "width:100%;height:80vh;border:0"
+        return f'<iframe srcdoc="{escape(self)}" style="{style}"></iframe>'

@@ -1,0 +1,225 @@
+"""Draws the pictures of a run report: a script, which ``page.py`` runs in a process of its own.
+
+It needs matplotlib, the extra ``plots``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import add
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+Points = Sequence[tuple[float, float]]
+
+STYLE = Path(__file__).with_name("report.mplstyle")
+
+WIDTHS = 10.4, 3.9
+"""Inches of a picture on a wide screen and on a phone."""
+
+FIGURE = """<figure><figcaption>{}</figcaption><div class="wide">{}</div>
+<div class="narrow">{}</div></figure>"""
+
+BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, OLIVE, GREY = (f"C{number}" for number in range(8))
+
+EVENTS = {
+    "skip": ("skipped", ORANGE, "v"), "backoff": ("learning rate reduced", OLIVE, "v"),
+    "rollback": ("rolled back", RED, "<"), "raise": ("stopped by a fault", RED, "X"),
+    "split": ("out of memory, batch split", PURPLE, "s"), "clipped": ("clipped", GREY, "|"),
+    "out of memory": ("out of memory", PURPLE, "X"), "validation": ("validation", GREEN, "|"),
+}  # fmt: skip
+"""Label, colour and marker of an event, by its action or kind."""
+
+
+class Panel(NamedTuple):
+    """One pair of axes.
+
+    Attributes:
+        unit: The label of the y axis; empty for a heat map with one row per series.
+        lines: The style of each line, or ``"bars"``, by a pattern of keys.
+        bands: Label and colour of each stacked sum, by a pattern of keys. The first match counts.
+        x: The label of the x axis.
+    """
+
+    unit: str
+    lines: Mapping[str, str] = {}
+    bands: Mapping[str, tuple[str, str]] = {}
+    x: str = "step"
+
+
+LOSS = Panel("loss", {"loss": "-", "validation/.*": ".--"})
+NORM = Panel("gradient norm", {"(health|clip)/.*norm": "-", "clip/.*threshold": "--"})
+TIME = Panel("ms a step", bands={
+    "time/data_wait_ms": ("data", ORANGE), "time/transfer_ms": ("transfer", OLIVE),
+    "time/(forward|loss|forward_and_loss)_ms": ("forward", BLUE),
+    "time/backward_ms": ("backward", TEAL),
+    "time/(gradient_communication|waiting_for_ranks)_ms": ("communication", RED),
+    "time/(clipping|optimizer_step|zeroing_.*|LR_scheduler)_ms": ("optimizer", GREEN),
+    "time/callback_.*_ms": ("callbacks", PURPLE), "time/(?!step_).*_ms": ("Lightning", GREY),
+})  # fmt: skip
+MEMORY_LINES = {"(profile/peak|report/).*_mb": ".-", "profile/reserved_mb": "-", "limit": "--"}
+MEMORY = Panel("MB", MEMORY_LINES, {
+    "profile/parameters_mb": ("parameters", BLUE), "profile/gradients_mb": ("gradients", TEAL),
+    "profile/optimizer_mb": ("optimizer", GREEN), "profile/other_mb": ("other", GREY),
+    "profile/activations_mb": ("activations", ORANGE),
+})  # fmt: skip
+SIZES = Panel("number", {"batch_size/size|micro_batching/size|accumulation/batches": ".-"})
+PICTURES = {
+    "Loss and gradient norm": (LOSS, NORM),
+    "Where a step's time goes": (TIME,),
+    "Memory": (MEMORY,),
+    "Gradient RMS by layer": (Panel("", {"layers/.*": ""}),),
+    "Batch sizes and communication": (SIZES, Panel("bytes sent a step", {"comm/bytes": ".-"})),
+    "Ranks": (Panel("ms a step", {"ranks/.*": "bars"}, x="rank"),),
+}
+
+
+class Data(NamedTuple):
+    """Steps and values of each series by key, and step and name of each event."""
+
+    series: Mapping[str, Points]
+    events: Sequence[tuple[float, str]] = ()
+
+    def find(self, *patterns: str) -> dict[str, Points]:
+        """Return the series that match."""
+        pattern = re.compile("|".join(patterns))
+        return {key: p for key, p in self.series.items() if p and pattern.fullmatch(key)}
+
+    def panels(self, title: str) -> list[Panel]:
+        """Return the panels of a picture that have data."""
+        return [panel for panel in PICTURES[title] if self.find(*panel.lines, *panel.bands)]
+
+
+def draw(title: str, data: Data, inches: float) -> Figure:
+    """Draw a picture of this width."""
+    panels = data.panels(title)
+    rows = [0 if panel.unit else len(data.find(*panel.lines)) for panel in panels]
+    heights = [min(0.9 + 0.2 * count, 4.2) if count else 2.4 for count in rows]
+    with rc_context(fname=STYLE):
+        figure = Figure(figsize=(inches, sum(heights)))
+        every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
+        for panel, axes in zip(panels, every[:, 0], strict=True):
+            axes.locator_params("x", integer=True)
+            (_plot if panel.unit else _heat_map)(figure, axes, panel, data)
+            axes.xaxis.set_major_formatter("{x:,g}")
+        axes.set_xlabel(panel.x)
+    return figure
+
+
+def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
+    _stack(axes, panel.bands, data)
+    values: list[float] = []
+    for pattern, style in panel.lines.items():
+        for key, points in data.find(pattern).items():
+            label = re.sub("^(profile|validation|ranks)/", "", key)
+            xs, ys = (
+                [x for x, _ in points],
+                [y if math.isfinite(y) else math.nan for _, y in points],
+            )
+            values += filter(math.isfinite, ys)
+            if style == "bars":
+                axes.bar(xs, ys, 0.5, label=label)
+                axes.set(xlim=(-0.5, max(len(xs), 8) - 0.5), xticks=xs)
+            else:
+                axes.plot(xs, ys, style, label=label)
+    for name, (label, colour, marker) in EVENTS.items() if panel is LOSS else ():
+        steps = [step for step, kind in data.events if kind == name]
+        if steps:
+            (line,) = axes.plot(steps, [1.02] * len(steps), marker, color=colour, markersize=6)
+            line.set(transform=axes.get_xaxis_transform(), clip_on=False)
+            line.set_label(f"{label} ({len(steps)})")
+    axes.set_ylim(bottom=0)
+    axes.locator_params("y", nbins=4)
+    if values and not panel.bands:
+        _choose_scale(axes, sorted(values))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_ylabel(panel.unit)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=round(figure.get_figwidth() / 2))
+
+
+def _choose_scale(axes: Axes, values: list[float]) -> None:
+    """Set a linear or logarithmic range. A few spikes run out of it."""
+    low, usual, high = values[0], values[int(0.98 * len(values))], values[-1]
+    high = 2 * usual if high > 10 * usual > 0 else high
+    if high > 30 * low > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=7))
+        axes.minorticks_off()
+        axes.set_ylim(low / 1.2, 1.2 * high)
+    elif high > min(low, 0.0):
+        axes.set_ylim(min(low, 0.0), high + 0.05 * abs(high))
+
+
+def _stack(axes: Axes, bands: Mapping[str, tuple[str, str]], data: Data) -> None:
+    stacks = {band: defaultdict[float, float](float) for band in bands.values()}
+    for key, points in data.find(*bands).items() if bands else ():
+        band = next(band for pattern, band in bands.items() if re.fullmatch(pattern, key))
+        for step, value in points:
+            stacks[band][step] += value
+    steps = sorted({step for stack in stacks.values() for step in stack})
+    total = sum(sum(stack.values()) for stack in stacks.values()) or 1.0
+    low = [0.0] * (len(steps) + 1)
+    for (label, colour), stack in stacks.items():
+        share = sum(stack.values()) / total
+        if share > 0.005:
+            # The first values also describe the steps before them.
+            high = list(map(add, low, [stack[step] for step in (*steps[:1], *steps)]))
+            name = f"{label} {share:.0%}"
+            axes.fill_between([0, *steps], low, high, color=colour, alpha=0.8, lw=0, label=name)
+            low = high
+
+
+def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
+    rows = {key.removeprefix("layers/"): dict(p) for key, p in data.find(*panel.lines).items()}
+    steps = sorted({step for row in rows.values() for step in row})
+    grid = [[row.get(step) or math.nan for step in steps] for row in rows.values()]
+    known = [value for values in grid for value in values if math.isfinite(value)] or [1.0]
+    norm = LogNorm(min(known), 1.01 * max(known))
+    # A report covers the steps since the one before.
+    mesh = axes.pcolormesh([0, *steps], range(len(rows) + 1), grid, norm=norm, rasterized=True)
+    length = int(4 * figure.get_figwidth())
+    names = [name if len(name) <= length else f"…{name[-length:]}" for name in rows]
+    every = math.ceil(len(names) / 20)
+    axes.set_yticks([place + 0.5 for place in range(0, len(names), every)], names[::every])
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    colours: Any = figure.colorbar(mesh, ax=axes, format="{x:g}", aspect=30, pad=0.02)
+    colours.solids.set_rasterized(True)
+
+
+def to_svg(title: str, data: Data, inches: float) -> str:
+    """Return a picture as an SVG element."""
+    text, unique = io.StringIO(), {"svg.hashsalt": f"{title}{inches}"}  # for identifiers
+    with rc_context(unique, STYLE):  # type: ignore[arg-type]
+        draw(title, data, inches).savefig(text, format="svg", transparent=True)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.S)
+    return re.sub(r'(width|height)="[\d.]+pt" ', "", svg[svg.index("<svg") :], count=2)
+
+
+def main(folder: Path, images: bool) -> None:
+    """Read the data from standard input; write ``pictures.html``, and an image of each picture."""
+    with suppress(OSError):  # if memory runs out, the kernel ends this process, not the training
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    data, figures = Data(*json.load(sys.stdin)), []
+    for title in [title for title in PICTURES if data.panels(title)]:
+        figures.append(FIGURE.format(title, *(to_svg(title, data, inches) for inches in WIDTHS)))
+        if images:
+            draw(title, data, WIDTHS[0]).savefig(folder / f"{title}.png", dpi=100)
+    (folder / "pictures.html").write_text("".join(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), images="images" in sys.argv)

@@ -1,0 +1,226 @@
+"""The callback that writes one page about a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import shorten
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+from weakref import proxy
+
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.measure.memory import MB, live_bytes, peak_memory
+from lightning_opt.core.modules.batches import samples_in
+from lightning_opt.core.modules.patching import Patches, replaced
+from lightning_opt.core.output.history import History, LossHistory
+from lightning_opt.core.output.loggers import HISTORIES, folders_of, log_image, logged_step
+from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.profiling.run_report.page import Page, build_page
+from lightning_opt.profiling.steps.step_profiler import StepProfiler
+from lightning_opt.trainer.run_callback import RunCallback
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS, MAX_SHARE = 180.0, 0.005
+"""Seconds between two pages of a running fit, and the largest share of its time they may take."""
+
+OUT_OF_MEMORY = "MicroBatching('auto') splits a batch that does not fit into memory."
+
+
+class RunReport(RunCallback):
+    """Writes ``report.html``, one page that tells what happened in a run.
+
+    The page opens with one sentence about the run and the three findings of :func:`doctor` that
+    would help most. Below are pictures, the reports of all callbacks, and the setup. It is one file
+    that needs neither JavaScript nor a network. Rank 0 writes it into the loggers' folders, else
+    into ``default_root_dir``: at the end, at an exception or Ctrl-C, and every three minutes.
+
+    It shows what other callbacks and ``StepProfiler`` have measured, and names those that would add
+    something. By itself it keeps the loss that Lightning hands over, counts samples, and reads the
+    system's peak of memory. TensorBoard, W&B and MLflow get the pictures at the end.
+
+    Args:
+        measure: Also measure every ``Trainer(log_every_n_steps)`` the memory in use, and the time
+            of each part of a step, with a ``StepProfiler`` unless the Trainer has a profiler.
+
+    Raises:
+        ValueError: In ``setup``, for a second instance.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> trainer = L.Trainer(callbacks=[lo.RunReport()], logger=False)
+    """
+
+    only_one = True
+    not_pickled = ("profiler",)
+
+    def __init__(self, measure: bool = False) -> None:
+        self.measure = measure
+        self.profiler: StepProfiler | None = None
+        self._patches = Patches()
+        self._history = History()
+        self._reset_run(0)
+
+    def _reset_run(self, first_step: int) -> None:
+        self.sentence = ""
+        self.events: list[dict[str, Any]] = []
+        self._failures: list[Verdict] = []
+        self._losses = LossHistory(self._history, delay=16)
+        self._started: float | None = None
+        self._next_page = math.inf
+        self._samples, self._first_step = 0, first_step
+
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
+        """Reset the history."""
+        self._history = History()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Continue the history of an earlier fit, and add a profiler if asked."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        HISTORIES[trainer] = self._history
+        self._every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        has_profiler = type(trainer.profiler).__name__ != "PassThroughProfiler"  # type: ignore[attr-defined]
+        if self.measure and not has_profiler:
+            self.profiler = StepProfiler(
+                log_every_n_steps=self._every, flops=False, print_table=False
+            )
+            self.profiler._lightning_module = proxy(pl_module)  # type: ignore[attr-defined]
+            self.profiler.setup(stage)
+            self._patches.enter_context(replaced(trainer, profiler=self.profiler))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._reset_run(trainer.global_step)
+        self._started = perf_counter()
+        self._next_page = self._started + WRITE_SECONDS
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss, and write the page if it is due."""
+        step = logged_step(trainer)
+        self._samples += samples_in(batch, default=1)
+        self._losses.add(outputs, step, trainer.accumulate_grad_batches)
+        if self.measure and step % self._every == 0:
+            self._history.add("report/live_mb", step, live_bytes(trainer.strategy.root_device) / MB)
+        if perf_counter() > self._next_page:
+            self._write(trainer, "Running")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the validation losses."""
+        if self._started is None:  # not while training
+            return
+        step, metrics = logged_step(trainer), trainer.callback_metrics
+        losses = [name for name in metrics if "val" in name and "loss" in name]
+        for name in losses:
+            self._history.add(f"validation/{name}", step, float(metrics[name]))
+        if not losses:
+            self.events.append({"step": step, "kind": "validation"})
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the final page. All other callbacks have ended the training by now."""
+        self._write(trainer, "Stopped early" if trainer.should_stop else "Finished", final=True)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Write the final page after the other callbacks have ended their measurements."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if callbacks[-1] is not self:
+            callbacks.append(self)  # Lightning is iterating over the list, and comes here again
+            return
+        if callbacks.count(self) > 1:
+            callbacks.pop()
+        message = shorten(f"{type(exception).__name__}: {exception}".rstrip(": "), 120)
+        if is_out_of_memory(exception):
+            step = trainer.global_step + 1
+            self.events.append({"step": step, "kind": "out of memory"})
+            finding = f"Memory ran out in step {step}. {message}"
+            self._failures = [Verdict("memory", "look", finding, OUT_OF_MEMORY, gain=1.0)]
+            message = "a lack of memory"
+        self._write(trainer, f"Stopped by {message}", final=True)
+        self.release(trainer)
+
+    def _write(self, trainer: pl.Trainer, state: str, final: bool = False) -> None:
+        if not trainer.is_global_zero or self._started is None:
+            return
+        began = perf_counter()
+        try:
+            self._losses.flush()
+            self.sentence = self._describe(trainer, state, began - self._started)
+            with TemporaryDirectory() as drawn:
+                page = build_page(trainer, self.sentence, Path(drawn), images=final)
+                for folder in folders_of(trainer):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    new = folder / "report.html.new"
+                    new.write_text(page, encoding="utf-8")
+                    new.replace(folder / "report.html")
+                for file in sorted(Path(drawn).glob("*.png")):
+                    log_image(trainer, f"report/{file.stem}", file)
+        except Exception as error:  # the run is worth more than its page
+            log.debug("RunReport failed", exc_info=True)
+            text = f"RunReport could not write its page: {error!r}. Training continues."
+            warnings.warn(text, stacklevel=2)
+        now = perf_counter()
+        self._next_page = now + max(WRITE_SECONDS, (now - began) / MAX_SHARE)
+
+    def _describe(self, trainer: pl.Trainer, state: str, seconds: float) -> str:
+        minutes, rest = divmod(round(seconds), 60)
+        duration = f"{minutes} min {rest} s" if minutes else f"{rest} s"
+        since = f" (from {self._first_step:,})" if self._first_step else ""
+        rate = self._samples * trainer.world_size / seconds
+        peak = peak_memory(trainer.strategy.root_device) / MB
+        return (
+            f"{state} after {trainer.global_step:,} steps{since} and {duration}: "
+            f"{rate:,.{int(rate < 20)}f} samples a second, memory peak {peak:,.0f} MB."
+        )
+
+    def diagnose(self) -> list[Verdict]:
+        """Return a verdict if memory ran out."""
+        return self._failures
+
+    def release(self, trainer: pl.Trainer) -> None:
+        """Restore the Trainer's profiler."""
+        self._patches.close()
+        if self.profiler is not None:
+            self.profiler.teardown("fit")
+        self._started = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all series, as plain types. Waits for the device."""
+        self._losses.flush()
+        return self._history.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        self._history.load_state_dict(state_dict)
+
+
+def report(trainer: pl.Trainer) -> Page:
+    """Return the page of a Trainer's last fit as HTML, which a notebook shows.
+
+    It changes nothing. Without :class:`RunReport` in the Trainer, the page lacks the loss, the
+    duration and the peak of memory. With several processes, call it on rank 0.
+
+    Args:
+        trainer: The Trainer after its run.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> page = lo.report(L.Trainer(logger=False, enable_checkpointing=False))
+        >>> page.startswith("<!doctype html>")
+        True
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    sentence = next((c.sentence for c in callbacks if isinstance(c, RunReport)), "")
+    with TemporaryDirectory() as folder:
+        return Page(build_page(trainer, sentence or f"{trainer.global_step:,} steps", Path(folder)))

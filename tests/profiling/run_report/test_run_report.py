@@ -1,0 +1,512 @@
+"""The page of real runs: its first screen, its pictures, and when it is written."""
+
+import html
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_opt as lo
+from lightning_opt.profiling.run_report import page as page_module
+from lightning_opt.profiling.run_report import run_report
+from lightning_opt.profiling.run_report.pictures import PICTURES, Data, draw, to_svg
+from tests.helpers.models import SmallNet, assert_same_weights
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+SECTIONS = ["findings", "pictures", "reports", "setup"]
+
+
+class Reader(HTMLParser):
+    """Reads the texts of a page by section and tag.
+
+    Attributes:
+        found: Section, tag and text of each innermost text.
+        tags: All tags.
+    """
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str, str]] = []
+        self.tags: set[str] = set()
+        self._section, self._tag = "", ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        self._tag = tag
+        if tag == "section":
+            self._section = dict(attrs)["id"]
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.found.append((self._section, self._tag, data.strip()))
+
+    def texts(self, section: str, tag: str) -> list[str]:
+        return [text for *place, text in self.found if place == [section, tag]]
+
+    @property
+    def sentence(self) -> str:
+        return self.texts("", "h1")[0]
+
+
+def fit(folder: Path, *callbacks: Callback, model: Any = None, **settings: Any) -> Any:
+    trainer = quiet_trainer(callbacks=list(callbacks), default_root_dir=folder, **settings)
+    trainer.fit(SmallNet() if model is None else model)
+    return trainer
+
+
+def read(folder: Path) -> Reader:
+    return Reader((folder / "report.html").read_text())
+
+
+def titles_of(page: Reader) -> list[str]:
+    return page.texts("pictures", "figcaption")
+
+
+# --- the first screen ---------------------------------------------------------------------------
+
+
+class Items(Dataset[Any]):
+    """Slow rows with targets that explode."""
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.003)
+        generator = torch.Generator().manual_seed(index)
+        growth = 1.0 if index < 40 else 1e5
+        return torch.randn(6, generator=generator), torch.full((1,), growth)
+
+
+class Troubled(SmallNet):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Items(), batch_size=4)
+
+
+class NearTheLimit(Callback):
+    """Leaves little of the address space."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            room = 64 * 2**20
+            limit = pages * resource.getpagesize() + room
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def _three_problems(folder):
+    callbacks = [
+        lo.GradientHealth(every_n_steps=5),
+        lo.DataMonitor(every_n_steps=10),
+        NearTheLimit(),
+        lo.RunReport(),
+    ]
+    fit(folder, *callbacks, model=Troubled(lr=1e-9))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_three_planted_problems_are_the_three_findings(tmp_path):
+    launch(_three_problems, tmp_path, processes=1)
+    page = read(tmp_path)
+    findings, code = page.texts("findings", "h3"), page.texts("findings", "pre")
+    assert len(findings) == len(code) == 3
+    assert "exploding" in findings[0]
+    assert code[0] == "Trainer(callbacks=[lo.AdaptiveClipping()])"
+    assert re.match(r"At the peak, memory was (9\d|100)% full: .* \(address space\)", findings[1])
+    assert code[1] == "Trainer(callbacks=[lo.MicroBatching('auto')])"
+    assert re.match(r"Training waits for data [5-9]\d% of the time", findings[2])
+    assert code[2] == "Trainer(callbacks=[lo.DataPipelineTuner()])"
+    assert page.sentence.startswith("Finished after 40 steps and ")
+
+
+def test_page_has_all_sections_and_needs_neither_script_nor_network(tmp_path):
+    callbacks = [
+        lo.RunReport(measure=True),
+        lo.GradientHealth(every_n_steps=2),
+        lo.NonFiniteGuard(spike=3.0),
+        lo.AdaptiveClipping(every_n_steps=2),
+        lo.MemoryProfiler(every_n_steps=3, file=None),
+    ]
+    fit(tmp_path, *callbacks, max_epochs=4, limit_val_batches=1)
+    text = (tmp_path / "report.html").read_text()
+    page = read(tmp_path)
+    assert re.findall(r'<section id="(\w+)"', text) == SECTIONS
+    assert titles_of(page) == list(PICTURES)[:4]
+    assert len(text) < 1e6
+    assert not page.tags & {"script", "link", "img", "iframe", "object"}
+    addresses = set(re.findall(r"""(?:href|src|url)\W+(https?:[^"')]+)""", text))
+    assert addresses == set()
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ET.fromstring(svg)
+    for part in callbacks[1:]:
+        assert part.report().title in page.texts("reports", "summary")
+
+
+def test_names_and_messages_are_escaped(tmp_path):
+    name = "<script>alert('&amp;')</script>$x$"
+
+    class Odd(SmallNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(6, 1))
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) + getattr(self, name)(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 8:
+                raise OSError('no "data" in <a&b>/c')
+            return super().training_step(batch, batch_idx)
+
+    folder = tmp_path / "a & <b>"
+    with pytest.raises(OSError, match="no"):
+        fit(folder, lo.RunReport(), lo.GradientHealth(every_n_steps=2), model=Odd())
+    page = read(folder)
+    assert page.sentence.startswith('Stopped by OSError: no "data" in <a&b>/c after 8 steps and ')
+    assert "script" not in page.tags
+    assert name in page.texts("reports", "td")
+    assert name in page.texts("pictures", "text")
+    assert any("a & <b>" in text for text in page.texts("setup", "td"))
+
+
+# --- when it is written -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_exception_writes_the_page_after_all_callbacks(tmp_path, error, last):
+    class Ends(Callback):
+        ended = False
+
+        def on_exception(self, *args: Any) -> None:
+            self.ended = True
+
+        def report(self) -> lo.Report:
+            return lo.Report("ended" if self.ended else "running", [])
+
+        def diagnose(self) -> list[Any]:
+            return []
+
+    class Fails(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 5:
+                raise error("planted")
+            return super().training_step(batch, batch_idx)
+
+    callbacks = [Ends(), lo.RunReport()] if last else [lo.RunReport(), Ends()]
+    trainer = quiet_trainer(callbacks=callbacks, default_root_dir=tmp_path)
+    before = list(trainer.callbacks)
+    with pytest.raises((error, SystemExit)):
+        trainer.fit(Fails())
+    page = read(tmp_path)
+    assert page.sentence.startswith(f"Stopped by {error.__name__}: planted after 5 steps and ")
+    assert page.texts("reports", "summary") == ["ended"]
+    assert trainer.callbacks == before
+
+
+def test_out_of_memory_is_the_first_finding(tmp_path):
+    class Large(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                torch.empty(2**50)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        fit(tmp_path, lo.RunReport(), model=Large())
+    page = read(tmp_path)
+    assert page.texts("findings", "h3")[0].startswith("Memory ran out in step 4. RuntimeError: ")
+    assert page.texts("findings", "pre")[0] == "Trainer(callbacks=[lo.MicroBatching('auto')])"
+    assert any("out of memory" in text for text in page.texts("pictures", "text"))
+
+
+def test_page_is_written_during_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(run_report, "MAX_SHARE", 1e9)
+    sentences = []
+
+    class Reads(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            sentences.append(read(tmp_path).sentence)
+
+    fit(tmp_path, lo.RunReport(), Reads(), max_steps=3)
+    starts = [sentence.partition(" steps")[0] for sentence in sentences]
+    assert starts == ["Running after 1", "Running after 2", "Running after 3"]
+    assert not (tmp_path / "report.html.new").exists()
+
+
+def test_failing_page_warns_and_the_run_goes_on(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.touch()
+    alone, model = SmallNet(), SmallNet()
+    fit(tmp_path, model=alone)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(blocked / "folder", lo.RunReport(), model=model)
+    messages = [str(warning.message) for warning in caught]
+    assert sum(message.startswith("RunReport could not write") for message in messages) == 1
+    assert_same_weights(model, alone)
+
+
+def test_failing_report_becomes_a_row(tmp_path):
+    class Broken(Callback):
+        def diagnose(self) -> list[Any]:
+            return []
+
+        def report(self) -> lo.Report:
+            raise ValueError("planted")
+
+    fit(tmp_path, Broken(), lo.RunReport())
+    assert read(tmp_path).texts("reports", "summary") == ["Broken failed: ValueError: planted"]
+
+
+def test_resumed_run_continues_the_curve(tmp_path):
+    first, second = lo.RunReport(), lo.RunReport()
+    trainer = fit(tmp_path / "1", first)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = quiet_trainer(callbacks=[second], default_root_dir=tmp_path / "2", max_epochs=2)
+    resumed.fit(SmallNet(), ckpt_path=tmp_path / "last.ckpt")
+    losses = second.state_dict()["sums"]["loss"]
+    assert len(losses) == 24
+    assert {step: losses[step] for step in first.state_dict()["sums"]["loss"]} == (
+        first.state_dict()["sums"]["loss"]
+    )
+    assert " after 24 steps (from 12) and " in read(tmp_path / "2").sentence
+
+
+# --- what is measured ---------------------------------------------------------------------------
+
+
+def test_loss_is_that_of_each_batch_with_accumulation(tmp_path):
+    losses = []
+
+    class Keeps(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            outputs = super().training_step(batch, batch_idx)
+            losses.append(outputs["loss"].item())
+            return outputs
+
+    report = lo.RunReport()
+    fit(tmp_path, report, model=Keeps(), accumulate_grad_batches=3)
+    sums = report.state_dict()["sums"]["loss"]
+    assert sum(count for _, count in sums.values()) == 12
+    assert sum(total for total, _ in sums.values()) == pytest.approx(sum(losses))
+
+
+def test_it_logs_nothing_unless_it_measures(tmp_path):
+    for measure in (False, True):
+        logger = MemoryLogger()
+        trainer = fit(tmp_path, lo.RunReport(measure), logger=logger, log_every_n_steps=5)
+        profiler = type(trainer.profiler).__name__
+        assert profiler == "PassThroughProfiler"
+        keys = {key for _, metrics in logger.records for key in metrics}
+        assert ("time/forward_ms" in keys) == measure
+        assert all(key.startswith("time/") for key in keys - {"epoch"})
+        titles = titles_of(read(tmp_path))
+        assert ("Where a step's time goes" in titles) == measure
+        assert ("Memory" in titles) == measure
+
+
+def test_measuring_keeps_the_profiler_of_the_trainer(tmp_path):
+    profiler = lo.StepProfiler(print_table=False, flops=False)
+    trainer = fit(tmp_path, lo.RunReport(measure=True), profiler=profiler)
+    assert trainer.profiler is profiler
+    titles = read(tmp_path).texts("reports", "summary")
+    assert [title for title in titles if title.startswith("StepProfiler: fit")]
+
+
+def test_page_names_what_was_not_measured(tmp_path):
+    fit(tmp_path, lo.RunReport())
+    hints = read(tmp_path).texts("pictures", "li")
+    assert "Are the gradients healthy? GradientHealth() checks every layer." in hints
+    fit(tmp_path, lo.RunReport(), lo.GradientHealth(every_n_steps=2))
+    hints = read(tmp_path).texts("pictures", "li")
+    assert not [hint for hint in hints if "GradientHealth" in hint]
+
+
+def test_setup_lists_what_differs_from_defaults(tmp_path):
+    fit(tmp_path, lo.RunReport(measure=True), lo.NonFiniteGuard(spike=7.0), gradient_clip_val=0.5)
+    cells = read(tmp_path).texts("setup", "td")
+    settings = dict(zip(cells[::2], cells[1::2], strict=True))
+    assert settings["RunReport"] == "measure=True"
+    assert settings["NonFiniteGuard"] == "spike=7.0"
+    assert "gradient_clip_val=0.5" in settings["Trainer"]
+    assert "limit_train_batches" not in settings["Trainer"]
+    assert torch.__version__ in settings["machine"]
+
+
+# --- loggers, notebooks, matplotlib -------------------------------------------------------------
+
+
+def test_loggers_get_pictures_at_the_end(tmp_path):
+    loggers = [TensorBoardLogger(tmp_path, "board", version=0), CSVLogger(tmp_path, "csv", 0)]
+    fit(tmp_path, lo.RunReport(), lo.GradientHealth(every_n_steps=2), logger=loggers)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "board" / "version_0")).Reload()
+    tags = ["report/Gradient RMS by layer", "report/Loss and gradient norm"]
+    assert events.Tags()["images"] == tags
+    assert [len(events.Images(tag)) for tag in tags] == [1, 1]
+    for name in ("board", "csv"):
+        assert len(titles_of(read(tmp_path / name / "version_0"))) == 2
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_other_loggers_get_pictures(tmp_path, monkeypatch, name):
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+
+    pytest.importorskip(name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    warnings.simplefilter("ignore")
+    logger = {
+        "wandb": lambda: WandbLogger(save_dir=tmp_path, offline=True),
+        "mlflow": lambda: MLFlowLogger(tracking_uri=f"file:{tmp_path}"),
+    }[name]()
+    fit(tmp_path / "other", lo.RunReport(), logger=logger)
+    (picture,) = tmp_path.rglob("*.png")
+    assert "Loss and gradient norm" in picture.name
+
+
+def test_notebook_shows_the_page_in_a_frame(tmp_path):
+    trainer = fit(tmp_path, lo.GradientHealth(every_n_steps=2), lo.RunReport())
+    page = lo.report(trainer)
+    assert titles_of(Reader(page)) == titles_of(read(tmp_path))
+    assert Reader(page).sentence == read(tmp_path).sentence
+    (source,) = re.findall(r'srcdoc="([^"]*)"', page._repr_html_())
+    assert html.unescape(source) == page
+
+
+def test_report_of_a_run_without_the_callback_has_the_others(tmp_path):
+    trainer = fit(tmp_path, lo.GradientHealth(every_n_steps=2))
+    page = Reader(lo.report(trainer))
+    assert page.sentence == "12 steps"
+    assert titles_of(page) == ["Loss and gradient norm", "Gradient RMS by layer"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_the_page_has_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module, "find_spec", lambda name: None)
+    fit(tmp_path, lo.RunReport(), lo.GradientHealth(every_n_steps=2))
+    page = read(tmp_path)
+    assert page.texts("pictures", "p") == [
+        "Pictures need matplotlib: pip install 'lightning-opt[plots]'"
+    ]
+    assert page.texts("reports", "summary")
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+def legend_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_phases_are_grouped_and_shares_add_up():
+    names = {"data_wait": 3.0, "forward": 1.0, "loss": 1.0, "callback_A_B": 2.0, "other": 3.0}
+    series = {f"time/{name}_ms": [(10, ms), (20, ms)] for name, ms in names.items()}
+    series["time/step_ms"] = [(10, 10.0), (20, 10.0)]
+    labels = legend_of(draw("Where a step's time goes", Data(series), 10.4))
+    assert labels == ["data 30%", "forward 20%", "callbacks 20%", "Lightning 30%"]
+
+
+def test_events_are_counted_in_the_legend():
+    events = [(3.0, "skip"), (4.0, "skip"), (5.0, "rollback"), (6.0, "unknown")]
+    figure = draw("Loss and gradient norm", Data({"loss": [(1, 2.0), (9, 1.0)]}, events), 10.4)
+    assert legend_of(figure) == ["loss", "skipped (2)", "rolled back (1)"]
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_any_number_of_layers_with_zeros_and_nan_is_drawn(count):
+    values = [(10, 0.0), (20, float("nan")), (30, 1e-9), (40, 1e5)]
+    series = {f"layers/blocks.{i}.attention.projection": values for i in range(count)}
+    for inches in (3.9, 10.4):
+        svg = to_svg("Gradient RMS by layer", Data(series), inches)
+        ET.fromstring(svg)
+        assert len(svg) < 100_000
+    assert len(draw("Gradient RMS by layer", Data(series), 10.4).axes[0].get_yticks()) <= 20
+
+
+def test_values_that_are_never_finite_are_drawn():
+    series = {"loss": [(1, float("nan")), (2, float("inf"))], "health/norm": [(1, float("inf"))]}
+    ET.fromstring(to_svg("Loss and gradient norm", Data(series), 3.9))
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+def _count_collectives(folder, report):
+    counts: dict[str, int] = {}
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return call
+
+    names = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_object",
+             "broadcast_object_list", "all_gather_into_tensor")  # fmt: skip
+    for name in names:
+        counted = counting(name, getattr(dist, name))
+        setattr(dist, name, counted)
+        setattr(dist.distributed_c10d, name, counted)
+    callbacks = [lo.RunReport()] if report else []
+    profiler = lo.StepProfiler(print_table=False, flops=False)
+    settings = {"devices": 2, "strategy": "ddp", "logger": CSVLogger(folder, "csv", 0)}
+    fit(folder, *callbacks, profiler=profiler, **settings)
+    return counts, sorted(path.name for path in folder.rglob("report.html*"))
+
+
+@pytest.mark.distributed
+def test_rank_0_writes_the_page_without_a_collective(tmp_path):
+    (plain, _), _ = launch(_count_collectives, tmp_path / "plain", False)
+    (with_report, files), _ = launch(_count_collectives, tmp_path / "report", True)
+    assert with_report == plain
+    assert plain
+    assert files == ["report.html"]
+    page = read(tmp_path / "report" / "csv" / "version_0")
+    assert "Ranks" in titles_of(page)
+    assert any("Slowest rank" in text for text in page.texts("reports", "p"))
+
+
+# --- a browser ----------------------------------------------------------------------------------
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
+def test_browser_shows_every_section_without_an_error(tmp_path):
+    callbacks = [lo.RunReport(measure=True), lo.GradientHealth(every_n_steps=2)]
+    fit(tmp_path, *callbacks, max_epochs=2, log_every_n_steps=2)
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
+               "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'browser'}"]  # fmt: skip
+    done = subprocess.run(
+        [*command, (tmp_path / "report.html").as_uri()],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    shown, written = Reader(done.stdout), read(tmp_path)
+    assert re.findall(r'<section id="(\w+)"', done.stdout) == SECTIONS
+    assert titles_of(shown) == titles_of(written) == list(PICTURES)[:4]
+    assert shown.texts("findings", "h3") == written.texts("findings", "h3")
+    assert json.dumps(shown.texts("pictures", "text")) == json.dumps(
+        written.texts("pictures", "text")
+    )
