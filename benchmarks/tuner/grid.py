@@ -34,12 +34,12 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from benchmarks.kernels import kernels_models
 from benchmarks.kernels.kernels_models import Batches, Learner, Parts
-from lightning_opt.tuner.arena import GRACE
-from lightning_opt.tuner.journal import Progress
+from lightning_opt.tuner.baseline import GRACE_SECONDS
+from lightning_opt.tuner.facts import Facts
 from lightning_opt.tuner.search import Search
 from lightning_opt.tuner.space import Space
 from lightning_opt.tuner.trial import Objective, Switches
-from lightning_opt.tuner.tuning import Plan, Tuning
+from lightning_opt.tuner.tuning import Tuning
 from lightning_opt.worker.training_process import TrainingProcess
 
 GPU = True
@@ -137,51 +137,56 @@ class Exhaustive(Search):
     """Tries all combinations."""
 
     def run(self) -> Switches:
-        every = itertools.chain.from_iterable(
-            itertools.combinations(self.switches, size) for size in range(1, len(self.switches) + 1)
+        self._try(
+            itertools.chain.from_iterable(
+                itertools.combinations(self.switches, size)
+                for size in range(1, len(self.switches) + 1)
+            )
         )
-        self._try(every)
         self.complete = True
-        return min(self.outcomes, key=lambda names: self.outcomes[names].score, default=())
+        return self.winner()
+
+    def winner(self) -> Switches:
+        """Return the configuration with the best score, by whatever margin."""
+        best = min(self.outcomes, key=lambda names: self.outcomes[names].score, default=())
+        return best if best and self.outcomes[best].score < 1 else ()
+
+    def next_to_remeasure(self, repeats: Any) -> None:
+        """Measure nothing again."""
 
 
 class Grid(Tuning):
     """The tuner's trials without its search and without a time limit."""
 
-    def _search(self) -> Search:
-        self._arena.deadline = float("inf")
+    def _make_space(self, facts: Facts) -> Space:
         # No switch is skipped because of where a step spends its time.
-        facts = dataclasses.replace(self._baseline.observed.facts, seconds_by_group={})
-        self._space = Space("throughput", facts, self._plan.candidates, self._plan.base)
-        return Exhaustive(self._measure, *self._parts())
+        return super()._make_space(dataclasses.replace(facts, seconds_by_group={}))
 
-    def _remeasure_undecided(self, search: Search, best: Switches) -> Switches:
-        return best if search.outcomes.get(best) and search.outcomes[best].score < 1 else ()
-
-    def _parts(self) -> tuple[Any, ...]:
-        return tuple(self._space.switches), self._space.allows, self._space.interacts
+    def _search(self) -> Search:
+        self._trials.deadline = float("inf")
+        return Exhaustive(self._measure, tuple(self._space.switches), self._space.allows)
 
     def side_by_side(self, best: Switches, others: Iterable[Switches]) -> dict[Switches, float]:
         """Return times of a step of others as shares of the best one's, measured anew."""
         wanted = {names: named(names) for names in (best, *others)}
         settings = {name: self._space.settings(names) for names, name in wanted.items()}
-        plan = self._plan
-        found = lo.compare(plan.model, plan.data, settings, rounds=40, seconds=60.0).ratios
+        found = lo.compare(self._model, self._data, settings, rounds=40, seconds=60.0).ratios
         return {
             names: 1.0 if names == best else found[name].value for names, name in wanted.items()
         }
 
 
-def plan_for(name: str, device: str) -> Plan:
-    return Plan(
-        model=Recipe(name, device, data=False),
-        data=Recipe(name, device, data=True),
-        base={"accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1},
-        candidates=[{key: OWN[key]} if key in OWN else key for key in SWITCHES[device][name]],
-        objective=Objective("throughput"),
-        budget=60.0,
-        timeout=120.0,
-    )
+def arguments_for(name: str, device: str) -> dict[str, Any]:
+    """Return the arguments of both searches."""
+    return {
+        "model": Recipe(name, device, data=False),
+        "data": Recipe(name, device, data=True),
+        "base": {"accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1},
+        "candidates": [{key: OWN[key]} if key in OWN else key for key in SWITCHES[device][name]],
+        "objective": Objective("throughput"),
+        "timeout": 120.0,
+        "progress": False,
+    }
 
 
 COMPILED = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
@@ -195,24 +200,24 @@ def empty_cache() -> None:
 
 def measure(name: str, device: str, runs: int) -> dict[str, Any]:
     """Return the row of a model: one exhaustive search, and several of the tuner's."""
-    plan = plan_for(name, device)
+    given = arguments_for(name, device)
     with TrainingProcess(
-        plan.model, plan.data, plan.base
+        given["model"], given["data"], given["base"]
     ) as fit:  # later starts are quicker than the first
         fit.advance(1)
     empty_cache()
     begun = time.monotonic()
-    grid = Grid(plan, None, Progress(plan.budget, enabled=False))
+    grid = Grid(**given, budget=60.0)
     every = grid.run()
     grid_seconds = time.monotonic() - begun
     # Under a quarter of the grid's time, less that of the baseline, which no budget counts.
     baseline = grid_seconds - sum(trial.cost for trial in every.trials)
-    plan = dataclasses.replace(plan, budget=0.24 * grid_seconds - baseline - GRACE)
+    budget = 0.24 * grid_seconds - baseline - GRACE_SECONDS
     best, tuned, seconds = every.switches, [], []
     for _ in range(runs):
         empty_cache()
         begun = time.monotonic()
-        tuned.append(Tuning(plan, None, Progress(plan.budget, enabled=False)).run())
+        tuned.append(Tuning(**given, budget=budget).run())
         seconds.append(time.monotonic() - begun)
         print(f"{name}: {named(tuned[-1].switches)} in {seconds[-1]:.0f} s", flush=True)
     answers = [one.switches for one in tuned]

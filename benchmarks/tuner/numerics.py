@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from lightning_opt.tuner.numerics import judge
-from lightning_opt.tuner.probe import Observed, TrialWatch
+from lightning_opt.tuner.probe import Observations, TrialWatch
 from lightning_opt.tuner.space import in_float32
 from lightning_opt.worker.gate import RUN_DEFAULTS
 
@@ -121,7 +121,7 @@ def harmless(net: str) -> dict[str, dict[str, Any]]:
 
 def observe(
     task: tuple[str, str, bool], seed: int, reseed: int = 0, exact: bool = False, **more: Any
-) -> Observed:
+) -> Observations:
     """Train for some steps, and return the observations of a trial."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "watch.pt"
@@ -134,11 +134,11 @@ def observe(
         trainer = L.Trainer(**(in_float32(settings) if exact else settings))
         torch.compiler.set_stance("default")
         trainer.fit(model, DataLoader(data, batch_size=32))
-        return Observed.read(file, model.losses)
+        return Observations.read(file, model.losses)
 
 
 @cache
-def usual(task: tuple[str, str, bool], seed: int, precision: str, role: str = "") -> Observed:
+def usual(task: tuple[str, str, bool], seed: int, precision: str, role: str = "") -> Observations:
     """Return the observations of the baseline, or of another run of it."""
     return observe(task, seed, int(role == "noise"), role == "float32", precision=precision)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from lightning_opt.core.arguments import check_fraction, check_one_of, check_positive
-from lightning_opt.tuner.journal import Progress
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.space import Candidates, check_candidates
 from lightning_opt.tuner.trial import OBJECTIVES, Objective
-from lightning_opt.tuner.tuning import Plan, Tuning
+from lightning_opt.tuner.tuning import Tuning
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -24,7 +22,6 @@ def autotune(
     budget: str | float = "10m",
     candidates: Candidates | None = None,
     base: Settings | None = None,
-    journal: str | Path | None = None,
     max_slowdown: float = 1.5,
     min_gain: float = 0.03,
     timeout: float | None = None,
@@ -55,8 +52,6 @@ def autotune(
             the default choice: from a name to arguments for an own switch, to True for a switch
             that is not tried by default, to None to exclude one.
         base: Trainer arguments of the baseline, all trials and the answer.
-        journal: A file of JSON lines to which each trial is written when it ends. The same call
-            continues an interrupted search from it.
         max_slowdown: For ``"memory"`` and ``"batch"``: the allowed time of a step, as a multiple of
             the baseline's.
         min_gain: The least share that each switch of the answer must gain.
@@ -79,19 +74,21 @@ def autotune(
     """
     seconds = parse_budget(budget)
     check_candidates(candidates)
-    goal = check_one_of("objective", objective, tuple(OBJECTIVES))
-    plan = Plan(
+    goal = Objective(
+        check_one_of("objective", objective, tuple(OBJECTIVES)),
+        check_positive("max_slowdown", max_slowdown),
+        check_fraction("min_gain", min_gain),
+    )
+    return Tuning(
         check_factory("model", model),
         check_factory("data", data),
-        check_settings("base", base),
-        candidates,
-        Objective(
-            goal, check_positive("max_slowdown", max_slowdown), check_fraction("min_gain", min_gain)
-        ),
-        seconds,
-        None if timeout is None else check_positive("timeout", timeout),
-    )
-    return Tuning(plan, journal, Progress(seconds, progress)).run()
+        base=check_settings("base", base),
+        candidates=candidates,
+        objective=goal,
+        budget=seconds,
+        timeout=None if timeout is None else check_positive("timeout", timeout),
+        progress=progress,
+    ).run()
 
 
 def parse_budget(budget: str | float) -> float:

@@ -1,18 +1,19 @@
-"""The run that all trials are compared with. Its process stays alive and alternates with theirs."""
+"""The baseline: the user's unmodified run, with which all trials are compared."""
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
-from lightning_opt.tuner.facts import Facts
-from lightning_opt.tuner.probe import COMPARED_UPDATES, MAX_PROFILED_STEPS, Observed
+from lightning_opt.tuner.probe import COMPARED_UPDATES, MAX_PROFILED_STEPS, Observations
+from lightning_opt.tuner.search import TimeIsUp
 from lightning_opt.tuner.trial import Switches
-from lightning_opt.worker.training_process import FitFailed, Step, TrainingProcess
+from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 MAX_STEPS_PER_BLOCK = 200
 """Maximum number of steps per block."""
@@ -20,16 +21,51 @@ MAX_STEPS_PER_BLOCK = 200
 NOISE_STEPS = 16
 """Steps of the run with other random numbers, which estimates the noise of the losses."""
 
-MAX_JOURNAL_LOSSES = 400
-"""Maximum number of losses in a journal."""
+GRACE_SECONDS = 2.0
+"""Seconds that a trial may continue after the budget has ended."""
 
 
-class StartProcess(Protocol):
-    def __call__(self, switches: Switches, role: str = "", /) -> tuple[TrainingProcess, Path]:
-        """Return the process of a configuration, and the file of its observations.
+class Run:
+    """A training process, and the file to which its TrialWatch writes observations."""
 
-        ``role`` is ``""`` or a special purpose; see ``Tuning._start``.
+    def __init__(self, process: TrainingProcess, file: Path) -> None:
+        self._process, self._file = process, file
+        self._timeout = process.timeout
+
+    def advance(self, steps: int, deadline: float = math.inf) -> list[float]:
+        """Take steps, and return the seconds of each.
+
+        Raises:
+            FitFailed: If the run fails.
+            TimeIsUp: If it does not respond until the deadline.
         """
+        seconds_left = max(GRACE_SECONDS, deadline - time.monotonic())
+        self._process.timeout = min(self._timeout, seconds_left)
+        try:
+            return [step.seconds for step in self._process.advance(steps)]
+        except FitFailed as failure:
+            if failure.kind == "timeout" and seconds_left < self._timeout:
+                raise TimeIsUp from failure
+            raise
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self._process.steps]
+
+    @property
+    def peak(self) -> int:
+        return self._process.peak_bytes
+
+    @property
+    def observations(self) -> Observations:
+        return Observations.read(self._file, self.losses)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+StartRun = Callable[[Switches, str], Run]
+"""Starts the process of a configuration, for a role; see ``Tuning.start``."""
 
 
 @dataclass
@@ -43,149 +79,117 @@ class Baseline:
     Attributes:
         startup: Seconds until the end of the first step.
         steps_per_block: Number of steps in a block.
-        losses: The loss of each step so far.
         turn_seconds: Mean seconds per step of each turn.
         peaks: Peak bytes, by the number of steps after which they were read.
-        observed: The observations of its process.
     """
 
-    start: StartProcess
+    start: StartRun
     block_seconds: float
     startup: float = 0.0
     steps_per_block: int = 0
-    losses: list[float] = field(default_factory=list)
     turn_seconds: list[float] = field(default_factory=list)
     peaks: dict[int, int] = field(default_factory=dict)
-    observed: Observed = field(default_factory=Observed)
-    _process: TrainingProcess | None = None
-    _file: Path = Path()
-    _reference_runs: dict[str, Observed] = field(default_factory=dict)
+    _run: Run | None = None
+    _earlier: Observations = field(default_factory=Observations)
+    _reference_runs: dict[str, Observations] = field(default_factory=dict)
 
     @property
-    def measured(self) -> bool:
-        return bool(self.turn_seconds)
+    def running(self) -> bool:
+        return self._run is not None
 
     @property
     def step_seconds(self) -> float:
         return statistics.median(self.turn_seconds)
 
+    @property
+    def observations(self) -> Observations:
+        """The observations of the run that has taken the most steps."""
+        current = self._earlier if self._run is None else self._run.observations
+        return max(self._earlier, current, key=lambda one: len(one.losses))
+
     def ensure_running(self) -> None:
         """Start and warm up the process unless it is running."""
-        if self._process is not None:
+        if self._run is not None:
             return
         started = time.monotonic()
-        self._process, self._file = self.start((), "" if self.measured else "profile")
+        self._run = run = self.start((), "" if self.turn_seconds else "profile")
         try:
             self._advance(1)
             self.startup = self.startup or time.monotonic() - started
             self._advance(7)  # past the updates whose gradients are compared
-            self._read()
-            while not self.observed.facts.steady and self._taken < MAX_PROFILED_STEPS:
-                self._advance((1 << self._taken.bit_length()) - self._taken)  # TrialWatch writes
-                self._read()
-            step_seconds = min(step.seconds for step in self._advance(2))
-            self.steps_per_block = self.steps_per_block or max(
-                1, min(MAX_STEPS_PER_BLOCK, round(self.block_seconds / step_seconds))
-            )
-            if not self.measured:
+            while not run.observations.facts.steady and len(run.losses) < MAX_PROFILED_STEPS:
+                self._advance(len(run.losses))  # TrialWatch writes at powers of two
+            step_seconds = min(self._advance(2))
+            if not self.turn_seconds:
+                steps = round(self.block_seconds / step_seconds)
+                self.steps_per_block = max(1, min(MAX_STEPS_PER_BLOCK, steps))
                 self.take_turn(self.steps_per_block)
         except BaseException:
             self.close()
             raise
 
     def take_turn(self, steps: int) -> float:
-        taken = self._advance(steps)
-        self.turn_seconds.append(statistics.fmean(step.seconds for step in taken))
+        """Return the mean seconds of ``steps`` steps; of earlier turns if it is not running."""
+        if self._run is None:
+            return self.step_seconds
+        self.turn_seconds.append(statistics.fmean(self._advance(steps)))
         return self.turn_seconds[-1]
-
-    def catch_up(self, steps: int) -> None:
-        """Advance until ``steps`` losses are known, then read the observations."""
-        if not self.observed.gradients or len(self.losses) < steps:
-            self.ensure_running()  # journals do not contain gradients
-        if len(self.losses) < steps:
-            self._advance(steps - self._taken)
-        self._read()
 
     def peak_after(self, steps: int) -> int:
         """Return the peak after ``steps`` steps, or after the next larger number recorded."""
-        candidates = [count for count in self.peaks if count >= steps]
-        return self.peaks[min(candidates, default=max(self.peaks))]
+        counts = [count for count in self.peaks if count >= steps]
+        return self.peaks[min(counts, default=max(self.peaks))]
 
-    def reference_run(self, role: str) -> Observed:
+    def reference_run(self, role: str) -> Observations:
         """Return the observations of the first steps of a reference run; each role runs once.
 
         Args:
-            role: ``"noise"`` for other random numbers in the model; ``"float32"`` for eager
-                float32; if the baseline trains in it, the baseline's own observations are returned.
+            role: ``"noise"``: the model draws other random numbers. ``"float32"``: eager float32;
+                a baseline that trains in it is its own reference.
         """
-        if role == "float32" and self.observed.facts.eager_float32:
-            return self.observed
+        if role == "float32" and self.observations.facts.eager_float32:
+            return self.observations
         if role not in self._reference_runs:
-            try:
-                self._reference_runs[role] = self._run(role)
-            except FitFailed:
+            observed = self._observe(role)
+            if observed is None and self.running:
                 self.close()  # both runs may not fit in memory
-                try:
-                    self._reference_runs[role] = self._run(role)
-                except FitFailed:
-                    self._reference_runs[role] = self.observed
-                    logging.getLogger(__name__).warning(
-                        "A run of the baseline (%s) failed, so its own gradients are used instead.",
-                        role,
-                    )
+                observed = self._observe(role)
+            if observed is None:
+                observed = self.observations
+                logging.getLogger(__name__).warning(
+                    "A run of the baseline (%s) failed, so its own gradients are used instead.",
+                    role,
+                )
+            self._reference_runs[role] = observed
         return self._reference_runs[role]
 
-    def _run(self, role: str) -> Observed:
-        process, file = self.start((), role)
+    def _observe(self, role: str) -> Observations | None:
+        """Return the observations of a short run of the baseline; None if it fails."""
+        run = self.start((), role)
         try:
-            steps = process.advance(NOISE_STEPS if role == "noise" else COMPARED_UPDATES)
-            return Observed.read(file, [step.loss for step in steps])
+            run.advance(NOISE_STEPS if role == "noise" else COMPARED_UPDATES)
+            return run.observations
+        except FitFailed:
+            return None
         finally:
-            process.close()
+            run.close()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._read()
-            self._process.close()
-            self._process = None
+        if self._run is not None:
+            self._earlier = self.observations
+            self._run.close()
+            self._run = None
 
-    @property
-    def _taken(self) -> int:
-        return 0 if self._process is None else len(self._process.steps)
-
-    def _read(self) -> None:
-        if self._process is not None and self._file.exists():
-            self.observed = Observed.read(self._file, self.losses)
-
-    def _advance(self, steps: int) -> list[Step]:
-        process = self._process
-        assert process is not None
+    def _advance(self, steps: int) -> list[float]:
+        assert self._run is not None
         try:
-            taken = process.advance(steps)
+            seconds = self._run.advance(steps)
         except FitFailed as failure:
             self.close()
             hint = " Increase timeout (--timeout)." if failure.kind == "timeout" else ""
             raise BaselineFailed(failure.kind, failure.message + hint, failure.details) from failure
-        self.losses += [step.loss for step in process.steps[len(self.losses) :]]
-        self.peaks.setdefault(self._taken, process.peak_bytes)
-        return taken
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the measurements for a journal; the gradients are measured again."""
-        return {
-            "startup": self.startup,
-            "steps_per_block": self.steps_per_block,
-            "turn_seconds": self.turn_seconds,
-            "losses": self.losses[:MAX_JOURNAL_LOSSES],
-            "peaks": list(self.peaks.items()),
-            "facts": asdict(self.observed.facts),
-        }
-
-    def restore(self, record: dict[str, Any]) -> None:
-        for name in ("startup", "steps_per_block", "losses", "turn_seconds"):
-            setattr(self, name, record[name])
-        self.peaks = dict(record["peaks"])
-        self.observed = Observed(Facts(**record["facts"]))
+        self.peaks.setdefault(len(self._run.losses), self._run.peak)
+        return seconds
 
 
 class BaselineFailed(FitFailed):

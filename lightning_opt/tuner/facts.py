@@ -42,6 +42,7 @@ class Facts:
     """Facts measured in the process of the baseline.
 
     Attributes:
+        package: ``"lightning"`` or ``"pytorch_lightning"``, of which the model is.
         device: ``"cpu"``, ``"cuda"`` or another type of device.
         why_no_bf16: Why the device is not fast in bfloat16; empty if it is.
         threads: Number of threads that torch uses.
@@ -60,6 +61,7 @@ class Facts:
         steady: Whether the profiled steps came after the loaders' queues had settled.
     """
 
+    package: str = "lightning"
     device: str = "cpu"
     why_no_bf16: str = ""
     threads: int = 1

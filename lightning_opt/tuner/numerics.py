@@ -1,10 +1,10 @@
 """Checks that a faster run learns the same as the baseline.
 
-All trainings start from equal weights and see equal batches. The first gradients must equal those
-of eager float32 up to rounding, in direction and length, parameter by parameter. Afterwards the
-weights must move about as far as the baseline's, and the losses must stay near: faults of the
-optimizer, and later ones, appear there. For models with random numbers (dropout), the tolerance of
-gradients and losses comes from a run of the baseline with other random numbers.
+All runs start from equal weights and see equal batches. The first gradients must equal those of
+eager float32 up to rounding, in direction and length, parameter by parameter. Then the weights must
+move about as far as the baseline's and the losses must stay near, which also catches faults of the
+optimizer and faults that appear later. For models with random numbers (dropout), a run of the
+baseline with other random numbers sets the tolerance of gradients and losses.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_opt.tuner.probe import Observed
+    from lightning_opt.tuner.probe import Observations
 
 Gradients = Mapping[str, Tensor]
 """Sampled elements of each parameter's gradient, by the parameter's name."""
 
 MIN_COSINE = 0.7
-"""Cosine below which two gradients of a parameter differ: rounding to bfloat16 leaves
-0.95 even where much cancels, an unrelated gradient has 0, one of the wrong sign has -1."""
+"""Cosine below which two gradients of a parameter differ. Rounding to bfloat16 leaves 0.95, even if
+most of the sum cancels out; an unrelated gradient has 0, one of the wrong sign -1."""
 
 MAX_LENGTH_RATIO = 1.5
 """Maximum ratio between the lengths of two gradients of a parameter."""
 
 MAX_CANCELLATION_ERROR = 0.02
-"""Allowed error of a gradient, as a share of the largest gradient of its module, root mean square
-per element: the gradient of a bias before a normalisation is only rounding."""
+"""Allowed error of a gradient, as a share of the largest gradient of its module, both as root mean
+square per element. The gradient of a bias before a normalisation consists of rounding errors."""
 
 MAX_DISTANCE_STEPS = 64
 """Maximum number of steps after which the distances of the weights are compared."""
 
 MAX_DISTANCE_RATIO = 4.0
-"""Maximum ratio between the distances of two runs' weights. Optimizers that divide
-by the gradient's size turn rounding into steps, and the search for a loss scale skips steps."""
+"""Maximum ratio between the distances that the weights of two runs have moved. It is large because
+Adam divides by the gradient's size, so that rounding errors become steps, and because a loss scaler
+skips steps."""
 
 MAX_LOSS_SHARE = 2e-2
 """Allowed difference in loss, as a share of the loss."""
@@ -52,7 +53,7 @@ MAX_NOISE_ERRORS = 4.0
 
 
 def judge(
-    candidate: Observed, baseline: Observed, reference_run: Callable[[str], Observed]
+    candidate: Observations, baseline: Observations, reference_run: Callable[[str], Observations]
 ) -> tuple[float | None, str]:
     """Judge whether a candidate learns the same as the baseline.
 
@@ -63,7 +64,7 @@ def judge(
             eager float32, ``"noise"`` for other random numbers in the model (only if needed).
 
     Returns:
-        The cosine from :func:`compare_gradients`, and a sentence on the first difference, or "".
+        The cosine from :func:`compare_gradients`, and the first difference; empty if there is none.
     """
     exact = reference_run("float32").gradients
     agreement, why = compare_gradients(candidate.gradients, exact)
@@ -88,10 +89,10 @@ def compare_gradients(
         noise: Gradients of the baseline on the same batches, with other random numbers.
 
     Returns:
-        The least cosine of a parameter, None if nothing was compared, and the first difference;
-        empty if there is none. Each parameter is compared at the first update with a finite,
-        non-zero gradient: usually the first, where the weights are equal. A zero-initialized layer
-        sends no gradient back then, and a loss scale that is still too large makes infinities.
+        The smallest cosine of a parameter (None if nothing was compared), and the first difference;
+        empty if there is none. Each parameter is compared at its first update with a finite,
+        non-zero gradient. That is usually the first, where the weights are equal, but not behind a
+        layer initialised with zeros, or while a loss scale is too large.
     """
     least: float | None = None
     compared: set[str] = set()
@@ -109,55 +110,65 @@ def compare_gradients(
             compared.add(name)
             values = gradients.get(name, torch.zeros_like(target))
             floor = MAX_CANCELLATION_ERROR * largest[name.rpartition(".")[0]]
-            cosine, length = _cosine(values, target)
+            cosine, _ = _cosine_and_length(values, target)
             if _size(target) > floor:
                 least = cosine if least is None else min(least, cosine)
-            if _size(values - target) <= floor:
-                continue
-            noise_cosine, noise_length = _cosine(noisy.get(name, torch.zeros_like(target)), target)
-            # The cosine of few elements is uncertain by this much.
-            if cosine < MIN_COSINE * noise_cosine - 2 / math.sqrt(len(target)) or not values.any():
-                return cosine, _direction_difference(name, cosine, values)
-            allowed = MAX_LENGTH_RATIO * max(
-                noise_length, 1 / noise_length if noise_length else math.inf
-            )
-            if not 1 / allowed <= length <= allowed:
-                return cosine, (
-                    f"the gradient of {name} is {length:.3g} times as long as that of eager "
-                    "float32, from equal weights and batches"
-                )
+            if _size(values - target) > floor:
+                why = _gradient_difference(name, values, target, noisy.get(name))
+                if why:
+                    return cosine, why
     return least, ""
 
 
-def _direction_difference(name: str, cosine: float, candidate: Tensor) -> str:
-    if not candidate.any():
+def _gradient_difference(name: str, values: Tensor, target: Tensor, noisy: Tensor | None) -> str:
+    """Return how a gradient differs from that of eager float32 by more than the noise, or ""."""
+    if not values.any():
         return f"{name} gets no gradient, and the baseline trains it"
+    cosine, length = _cosine_and_length(values, target)
+    noisy = torch.zeros_like(target) if noisy is None else noisy
+    noise_cosine, noise_length = _cosine_and_length(noisy, target)
+    uncertainty = 2 / math.sqrt(len(target))  # the cosine of few elements is uncertain
+    if cosine < MIN_COSINE * noise_cosine - uncertainty:
+        return (
+            f"the gradient of {name} points elsewhere than that of eager float32 from equal "
+            f"weights and batches (cosine {cosine:.2f})"
+        )
+    inverse = 1 / noise_length if noise_length else math.inf
+    allowed = MAX_LENGTH_RATIO * max(noise_length, inverse)
+    if 1 / allowed <= length <= allowed:
+        return ""
     return (
-        f"the gradient of {name} points elsewhere than that of eager float32 from equal weights "
-        f"and batches (cosine {cosine:.2f})"
+        f"the gradient of {name} is {length:.3g} times as long as that of eager float32, from "
+        "equal weights and batches"
     )
 
 
 def _size(values: Tensor) -> float:
-    """Return the root of the mean square of an element."""
+    """Return the root mean square."""
     return float(values.double().square().mean().sqrt())
 
 
-def _cosine(candidate: Tensor, reference: Tensor) -> tuple[float, float]:
+def _cosine_and_length(candidate: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Return the cosine between two gradients, and the ratio of their lengths."""
     candidate, reference = candidate.double(), reference.double()
     length, unit = float(candidate.norm()), float(reference.norm())
     return float(candidate @ reference) / (length * unit) if length * unit else 0.0, length / unit
 
 
 def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
-    """Return how the distances of the weights from their start differ, or ""."""
-    # Later both may have converged.
+    """Return how the distances of the weights from their start differ, or "".
+
+    Args:
+        candidate: The distance of each parameter, by the number of steps.
+        reference: The same for the baseline.
+    """
+    # Not the last steps, because both may have converged by then.
     steps = max(
         (candidate.keys() & reference.keys()).intersection(range(MAX_DISTANCE_STEPS + 1)), default=0
     )
     moved, expected = candidate.get(steps, {}), reference.get(steps, {})
     if not any(moved.values()) or not any(expected.values()):
-        return ""  # nothing moved yet: the loss scale is still searched, or the learning rate is 0
+        return ""  # the loss scaler skips steps, or the learning rate is still 0
     unchanged = [name for name in expected if expected[name] and not moved.get(name)]
     if unchanged:
         named = ", ".join(unchanged[:3]) + (
@@ -173,10 +184,10 @@ def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]
 def compare_losses(
     candidate: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
 ) -> str:
-    """Return a sentence on how the losses differ, or "".
+    """Return how the losses differ, or "".
 
-    The mean of the last third of the common steps may differ by a share of the loss, by a share of
-    the baseline's progress, by the noise of the batches, or by the randomness of the model.
+    The mean over the last third of the common steps may differ by a share of the loss, a share of
+    the baseline's progress, the noise of the batches, or the randomness of the model.
 
     Args:
         candidate: Losses of the candidate.
@@ -193,7 +204,7 @@ def compare_losses(
     last = max(1, steps // 3)
     last_losses = reference[steps - last : steps]
     mean = statistics.fmean(last_losses)
-    # Over all steps, as a few are too few for a spread; each draws new random numbers.
+    # Over all steps, because the last third may be too few to estimate a spread.
     pairs = [one - other for one, other in zip(noise, reference, strict=False)]
     randomness = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
     error = max(3 * statistics.pstdev(last_losses), MAX_NOISE_ERRORS * randomness) / math.sqrt(last)

@@ -1,6 +1,6 @@
-"""Observations in the process of a trial: facts, first gradients, distances of the weights.
+"""A callback that records facts about a run, its first gradients and how far its weights move.
 
-A callback in that process writes them into a file, which the tuner reads.
+It runs in the process of a trial and writes a file, which the tuner reads.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.measure.machine import available_cpus, why_no_bf16
 from lightning_opt.core.measure.memory import MemoryLimits
-from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
+from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
 from lightning_opt.kernels.channels_last.channels_last import Convolutions
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
+from lightning_opt.trainer.lightning import BaseCallback, package_of, seed_everything
 from lightning_opt.tuner.facts import Facts, seconds_by_group
 
 if TYPE_CHECKING:
@@ -39,19 +38,19 @@ COMPARED_UPDATES = 4
 """Number of updates of each optimizer whose gradients are recorded."""
 
 MAX_PROFILED_STEPS, PROFILED_SECONDS = 64, 2.0
-"""Profiling ends after so many steps, or after so many seconds and at least 8 steps: by then the
-loaders' queues are empty or full."""
+"""Profiling ends after 64 steps, or after 2 seconds and at least 8 steps: by then the loaders'
+queues are empty or full."""
 
 
 @dataclass
-class Observed:
-    """The observations of a process.
+class Observations:
+    """The records of a TrialWatch, and the losses of the same run.
 
     Attributes:
         facts: Facts about the model and the machine.
-        gradients: Samples of the first gradients, one mapping per update.
+        gradients: Sampled elements of the first gradients by parameter, one mapping per update.
         moved: Distance of each parameter from its initial value, by the number of steps.
-        losses: The losses of its steps.
+        losses: The loss of each step.
     """
 
     facts: Facts = field(default_factory=Facts)
@@ -60,23 +59,23 @@ class Observed:
     losses: Sequence[float] = ()
 
     @classmethod
-    def read(cls, file: Path, losses: Sequence[float] = ()) -> Observed:
-        """Return the contents of a file, empty if there is none yet, with the given losses."""
+    def read(cls, file: Path, losses: Sequence[float] = ()) -> Observations:
+        """Read a file of a TrialWatch; return empty observations if there is none yet."""
         if not file.exists():
             return cls()
         content = torch.load(file, weights_only=True)
         return cls(Facts(**content["facts"]), content["gradients"], content["moved"], losses)
 
 
-class TrialWatch(Callback):
-    """Writes facts about the model, its first gradients, and the distance of its weights.
+class TrialWatch(BaseCallback):
+    """Records facts about a run, its first gradients and how far its weights move.
 
-    If the Trainer has a StepProfiler, it times the first steps until the loaders' queues have
-    settled, and is then removed.
+    If the Trainer has a StepProfiler, its times of the first steps are recorded too, until the
+    loaders' queues have settled. Then the profiler is removed.
 
     Args:
-        file: The file to write; it is replaced at each power of two of steps.
-        reseed: Added to the seed of the model's random numbers from the first batch on; 0 for none.
+        file: The file to write, after 2, 4, 8, 16, ... steps.
+        reseed: Changes the model's random numbers from the first batch on, unless it is 0.
     """
 
     def __init__(self, file: str = "watch.pt", reseed: int = 0) -> None:
@@ -84,18 +83,18 @@ class TrialWatch(Callback):
         self._facts: dict[str, Any] = {}
         self._gradients: list[dict[str, Tensor]] = []
         self._moved: dict[int, dict[str, float]] = {}
-        self._start: dict[str, Tensor] = {}
+        self._initial: dict[str, Tensor] = {}
         self._updates: dict[int, int] = {}
         self._batches = 0
         self._started = self._cpu_seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start = {
+        self._initial = {
             name: _sample(parameter)
-            for name, parameter in _named(pl_module)
+            for name, parameter in _named_parameters(pl_module)
             if parameter.requires_grad and parameter.numel()
         }
-        self._facts = describe(trainer, pl_module)
+        self._facts = facts_of(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -103,10 +102,7 @@ class TrialWatch(Callback):
         if self._batches == 0:
             if self._reseed:
                 seed_everything(torch.initial_seed() % 2**31 + self._reseed, verbose=False)
-            try:
-                self._facts["samples"] = batch_length(batch)
-            except UnsplittableBatchError:
-                self._facts["samples"] = 0
+            self._facts["samples"] = samples_in(batch, default=0)
             # Callbacks may have changed the loader since the start.
             self._facts["workers"] = getattr(trainer.train_dataloader, "num_workers", 0)
             self._started, self._cpu_seconds = time.perf_counter(), time.process_time()
@@ -120,9 +116,9 @@ class TrialWatch(Callback):
         while len(self._gradients) <= update:
             self._gradients.append({})
         scale = float(grad_scale(trainer, optimizer))
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in _named(pl_module):
-            if parameter in held and parameter.grad is not None and parameter.grad.numel():
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in _named_parameters(pl_module):
+            if parameter in own and parameter.grad is not None and parameter.grad.numel():
                 self._gradients[update][name] = _sample(parameter.grad).float() / scale
 
     def on_train_batch_end(
@@ -135,27 +131,25 @@ class TrialWatch(Callback):
     ) -> None:
         self._batches += 1
         if self._batches >= 2 and self._batches & (self._batches - 1) == 0:
-            profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+            profiler: pl.profilers.Profiler = trainer.profiler  # type: ignore[attr-defined]
             if isinstance(profiler, StepProfiler):
                 self._record_profile(trainer, profiler)
             self._moved[self._batches] = {
-                name: float((_sample(parameter) - self._start[name]).float().norm())
-                for name, parameter in _named(pl_module)
-                if name in self._start
+                name: float((_sample(parameter) - self._initial[name]).float().norm())
+                for name, parameter in _named_parameters(pl_module)
+                if name in self._initial
             }
             self._write()
 
     def _record_profile(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
         """Record the seconds of a step by group; remove the profiler when queues have settled."""
         clock = profiler.measures("fit").clock
-        done = (
-            self._batches >= MAX_PROFILED_STEPS
-            or time.perf_counter() - self._started > PROFILED_SECONDS
-        )
-        steady = self._batches >= 8 and done
+        seconds = time.perf_counter() - self._started
+        is_long = self._batches >= MAX_PROFILED_STEPS or seconds > PROFILED_SECONDS
+        steady = self._batches >= 8 and is_long
         if steady:
             profiler.teardown("fit")
-            trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+            trainer.profiler = package_of(trainer).profilers.PassThroughProfiler()  # type: ignore[attr-defined]
             if clock.device is not None:
                 clock.device.finish()  # waits for the device, once
         window, work = clock.end_window()
@@ -171,28 +165,30 @@ class TrialWatch(Callback):
 
     def _write(self) -> None:
         content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
-        partial = self._file.with_suffix(".partial")
-        torch.save(content, partial)
-        partial.replace(self._file)  # readers never see a half-written file
+        unfinished = self._file.with_suffix(".unfinished")
+        torch.save(content, unfinished)
+        unfinished.replace(self._file)  # the reader never sees half a file
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
 
 
 def _sample(values: Tensor) -> Tensor:
+    """Copy evenly spaced elements to the CPU."""
     local = local_part(values.detach())
     flat = (local.to_dense() if local.is_sparse else local).flatten()
     return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().clone()
 
 
-def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     device = trainer.strategy.root_device
     fused = [
         all(group.get("fused") for group in optimizer.param_groups)
         for optimizer in trainer.optimizers
     ]
     return {
+        "package": package_of(trainer).__name__.partition(".")[0],
         "device": device.type,
         "why_no_bf16": why_no_bf16(device.type) or "",
         "threads": torch.get_num_threads(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import keyword
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_opt.core.output.report import Report
-from lightning_opt.tuner.facts import COMMUNICATION, OVERHEAD, WAITING, Facts
+from lightning_opt.tuner.facts import COMMUNICATION, OVERHEAD, WAITING
 from lightning_opt.tuner.space import MIB, Space
 from lightning_opt.tuner.trial import OBJECTIVES, Switches, Trial
-from lightning_opt.worker.recipes import instantiate, plain
+from lightning_opt.worker.recipes import as_mapping, instantiate
 
 REMEDIES = {
     WAITING: "a faster disk, more CPUs for workers, or items that take less to load",
@@ -116,45 +115,43 @@ class TuneResult:
             lines += [f"{name}: {space.switches[name].about}" for name in best.switches]
             if best.startup and best.startup > 1:
                 lines.append(f"The first step takes {best.startup:.0f} s longer than a later one.")
-        lines += [
-            f"Rejected, since it changes the result: {trial.name}; {trial.why}."
-            for trial in tried
-            if trial.verdict == "rejected"
-        ]
-        lines += [
-            f"Failed ({trial.verdict}): {trial.name}. {trial.why}"
-            for trial in tried
-            if trial.failed
-        ]
-        lines += [
-            f"Undecided: {trial.name} takes {trial.ratio:.2f} of the time (from {trial.low:.2f} to "
-            f"{trial.high:.2f})."
-            for trial in tried
-            if trial is not best and trial.verdict == "accepted" and (trial.high or 0) >= 1
-        ]
+        for trial in tried:
+            if trial.verdict == "rejected":
+                lines.append(f"Rejected, since it changes the result: {trial.name}; {trial.why}.")
+            elif trial.failed:
+                lines.append(f"Failed ({trial.verdict}): {trial.name}. {trial.why}")
+            elif objective == "throughput" and trial is not best and _is_undecided(trial):
+                lines.append(
+                    f"Undecided: {trial.name} takes {trial.ratio:.2f} of the time (from "
+                    f"{trial.low:.2f} to {trial.high:.2f})."
+                )
         if space.left_out:
             reasons = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
             lines.append(f"Not tried: {reasons}.")
-        lines += self._further_lines()
+        lines.append(self._how_to_gain_more())
         if not self.complete:
             lines.append("The budget ended before the search did; a longer one may find more.")
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
-    def _further_lines(self) -> list[str]:
-        """Return the line of the objective: the largest batch, the largest model, or a remedy."""
+    def _how_to_gain_more(self) -> str:
         best, facts = self.best, self.space.facts
         if self.batches:
-            named = {" + ".join(names): size for names, size in self.batches.items()}
-            sizes = ", ".join(
-                f"{size} {'with ' + name if name else 'as it is'}" for name, size in named.items()
-            )
-            return [f"Largest batch, tried: {sizes}."]
+            sizes = [
+                f"{size} {'with ' + ' + '.join(names) if names else 'as it is'}"
+                for names, size in self.batches.items()
+            ]
+            return f"Largest batch, tried: {', '.join(sizes)}."
         if self.objective == "memory" and best.switches and best.peak_ratio:
             larger = 1 / best.peak_ratio
-            return [f"Largest model: by the peak about {larger:.2g} times as large as without."]
+            return f"Largest model: by the peak about {larger:.2g} times as large as without."
         if self.objective == "throughput" and facts.seconds_by_group:
-            return [_remedy(facts)]
-        return []
+            part, share = facts.bottleneck
+            remedy = "a faster device, or more of them"
+            if facts.device != "cuda" or facts.why_no_bf16:
+                remedy = "a GPU with bf16"
+            remedy = REMEDIES.get(part, remedy)
+            return f"More would take {remedy}: {part} takes {share:.0%} of a step."
+        return ""
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
         """Return the arguments for ``Trainer(**...)``, base included, with new callbacks each time.
@@ -162,7 +159,7 @@ class TuneResult:
         Args:
             more: Further arguments. ``callbacks`` and ``plugins`` are added, others replace.
         """
-        settings = plain(self.space.settings(self.switches, more))
+        settings = as_mapping(self.space.settings(self.switches, more))
         return {name: instantiate(value) for name, value in settings.items()}
 
     @property
@@ -172,13 +169,13 @@ class TuneResult:
         Raises:
             ValueError: If they contain objects or functions.
         """
-        if not self.space.is_written(self.switches):
+        if not self.space.is_serializable(self.switches):
             raise ValueError(
                 "The settings contain objects or functions, which cannot be written down. In base "
                 "and candidates describe them instead: {'class_path': 'package.module.Class', "
                 "'init_args': {...}}. trainer_kwargs() works without that."
             )
-        return dict(plain(self.space.settings(self.switches)))
+        return dict(as_mapping(self.space.settings(self.switches)))
 
     def to_yaml(self) -> str:
         """Return a configuration for LightningCLI, ``--config trainer.yaml``.
@@ -194,7 +191,10 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written down.
         """
-        return to_python(self.settings, self._headline())
+        return self._as_python(self.settings, self._headline())
+
+    def _as_python(self, settings: Mapping[str, Any], head: str = "") -> str:
+        return to_python(settings, head, self.space.facts.package)
 
     def diff(self) -> str:
         """Return the change of the Trainer's call, as Python and as YAML; empty if none.
@@ -202,9 +202,9 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written down.
         """
-        before = dict(plain(self.space.settings(())))
+        before = dict(as_mapping(self.space.settings(())))
         text = ""
-        for form, name in ((to_python, "trainer.py"), (to_yaml, "trainer.yaml")):
+        for form, name in ((self._as_python, "trainer.py"), (to_yaml, "trainer.yaml")):
             old, new = (form(kwargs).splitlines(True) for kwargs in (before, self.settings))
             text += "".join(difflib.unified_diff(old, new, f"yours/{name}", f"tuned/{name}", n=99))
         return text
@@ -215,7 +215,7 @@ class TuneResult:
             "objective": self.objective,
             "improved": self.improved,
             "switches": list(self.switches),
-            "settings": self.settings if self.space.is_written(self.switches) else None,
+            "settings": self.settings if self.space.is_serializable(self.switches) else None,
             "complete": self.complete,
             "seconds": round(self.seconds, 1),
             "facts": self.facts,
@@ -236,7 +236,7 @@ class TuneResult:
             "result.json": self.to_json,
             "report.md": lambda: f"{self.table.to_markdown()}\n\n{self.explain()}\n",
         }
-        if self.space.is_written(self.switches):
+        if self.space.is_serializable(self.switches):
             forms |= {
                 "trainer.yaml": self.to_yaml,
                 "trainer.py": self.to_python,
@@ -260,6 +260,10 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
+def _is_undecided(trial: Trial) -> bool:
+    return trial.verdict == "accepted" and (trial.high or 0.0) >= 1
+
+
 def _answer(objective: str, best: Trial, tried: bool) -> str:
     if not tried:
         return "Change nothing: nothing was tried."
@@ -272,14 +276,6 @@ def _answer(objective: str, best: Trial, tried: bool) -> str:
     )
 
 
-def _remedy(facts: Facts) -> str:
-    part, share = facts.bottleneck
-    better = "a faster device, or more of them"
-    if facts.device != "cuda" or facts.why_no_bf16:
-        better = "a GPU with bf16"
-    return f"More would take {REMEDIES.get(part, better)}: {part} takes {share:.0%} of a step."
-
-
 # --- Trainer arguments as text ------------------------------------------------------------------
 
 
@@ -290,8 +286,8 @@ def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
     return head + str(yaml.safe_dump(content, sort_keys=False, default_flow_style=False))
 
 
-def to_python(settings: Mapping[str, Any], head: str = "") -> str:
-    imports = {"import lightning as L"}
+def to_python(settings: Mapping[str, Any], head: str = "", package: str = "lightning") -> str:
+    imports = {f"import {package} as L"}
     arguments = "".join(
         f"    {name}={_source(value, imports, 1)},\n" for name, value in settings.items()
     )
@@ -310,8 +306,6 @@ def _source(value: Any, imports: set[str], depth: int) -> str:
         elif module:
             imports.add(f"import {module}")
         arguments = value.get("init_args") or {}
-        if any(not key.isidentifier() or keyword.iskeyword(key) for key in arguments):
-            raise ValueError(f"The arguments of {path} cannot be written in Python: {arguments}.")
         inside = (f"{key}={_source(item, imports, depth)}" for key, item in arguments.items())
         return f"{path}({', '.join(inside)})"
     if isinstance(value, (list, tuple)):

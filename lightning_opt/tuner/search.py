@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from lightning_opt.tuner.trial import Outcome, Switches
 
-HOPELESS = 1.15
-"""A switch whose own score is at least this is not tried together with others."""
+MAX_LOSS = 1.1
+"""A switch whose own score is larger is not tried together with others."""
 
 MAX_OVER_PREDICTED = 1.04
-"""If a combination's score exceeds the product of its switches' scores by this factor, dropping
-switches is tried."""
-
-CERTAIN_SCORE = 0.8
-"""Best configurations with scores below this are not measured again."""
+"""If the score of a combination exceeds the product of its switches' effects by this factor, it is
+tried without each of its switches."""
 
 MAX_IMPROVEMENTS = 4
-"""Maximum number of times that the neighbours of the best configuration are tried."""
+"""Maximum number of times that one switch of the best configuration is changed."""
 
 MAX_REPEATS = 3
 """Maximum number of repeated measurements per configuration."""
-
-TIE = 0.01
-"""Differences in score up to this do not matter."""
 
 
 class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
@@ -37,43 +30,38 @@ class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
 class Search:
     """Finds the best configuration with few trials.
 
-    Each switch is tried alone. All gains are then combined at once, since most gains multiply. Then
-    neighbours of the best configuration are tried: one switch is added, replaced or dropped. A
-    neighbour is tried if its switches' own scores predict a gain, if switches interact (one without
-    a gain of its own may gain together with another), or if the best configuration is worse than
-    the product of its switches' scores.
+    Each switch is tried on top of the best combination of the group before it. All switches that
+    gain are then combined at once, since most gains multiply. Finally one switch of the best
+    configuration is removed, added or replaced, as long as that improves it.
 
     Args:
-        measure: Yields the outcomes of several configurations, in order. It may raise
-            :class:`TimeIsUp`.
+        measure: Tries a configuration and returns its outcome. It may raise :class:`TimeIsUp`.
         switches: Names, those with the largest expected gain first.
         allows: Whether switches can be on together.
-        interacts: Whether the effect of two switches together may be far from the product of
-            their separate scores.
-        min_gain: Minimum share that a configuration must gain over the baseline.
-        first: The most important switch: others are tried together with it, even if it gains
-            nothing alone.
-        late: Switches that start slowly: tried last, together with all switches that gain.
+        min_gain: Minimum gain of a configuration over the baseline, and of each of its switches.
+        first: A switch to try before the others, which are then tried on top of it even if it gains
+            nothing alone; empty if there is none.
+        late: Switches to try last, because they start slowly.
 
     Attributes:
         outcomes: All outcomes so far.
+        effects: The score of each switch relative to the combination that it was added to.
         complete: Whether the search ended before the budget.
     """
 
-    measure: Callable[[Sequence[Switches]], Iterable[Outcome]]
+    measure: Callable[[Switches], Outcome]
     switches: Switches
     allows: Callable[[Iterable[str]], bool] = lambda names: True
-    interacts: Callable[[str, str], bool] = lambda one, other: True
     min_gain: float = 0.03
     first: str = ""
     late: Switches = ()
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
+    effects: dict[str, Outcome] = field(default_factory=dict)
     complete: bool = False
-    _tried_with: dict[str, Switches] = field(default_factory=dict)
 
     def run(self) -> Switches:
         """Return the best configuration; empty if none beats the baseline."""
-        self.outcomes[()] = Outcome(1.0, 1.0, 1.0)
+        self.outcomes[()] = Outcome(1.0, 1.0)
         try:
             self._search()
             self.complete = True
@@ -82,22 +70,14 @@ class Search:
         return self.winner()
 
     def _search(self) -> None:
-        if self.first:
-            self._try([(self.first,)])
-        self._try_with_gains(name for name in self.switches if name not in self.late)
-        self._try(self._unions())  # before late switches, which may take the rest of the time
-        self._try_with_gains(self.late)
-        self._try((name,) for name in self.late if self._alone(name).score == math.inf)
-        self._try(self._unions())
+        others = (name for name in self.switches if name not in (self.first, *self.late))
+        for group in ([self.first] if self.first else [], others, self.late):
+            self._try_group(list(group))
         for _ in range(MAX_IMPROVEMENTS):
-            before = self.best()
-            self._try(self._neighbours(before))
-            if self.best() == before:
+            best = self._best()
+            self._try(self._neighbours(best))
+            if self._best() == best:
                 return
-
-    def best(self) -> Switches:
-        scored = {names: outcome.score for names, outcome in self.outcomes.items()}
-        return min(scored, key=lambda names: (scored[names], len(names)))
 
     def winner(self) -> Switches:
         """Return the best configuration whose gain is certain; empty if there is none.
@@ -111,118 +91,84 @@ class Search:
         }
         return min(gains, key=gains.__getitem__, default=())
 
-    def next_to_remeasure(self, best: Switches, repeats: Mapping[Switches, int]) -> Switches | None:
+    def next_to_remeasure(self, repeats: Mapping[Switches, int]) -> Switches | None:
         """Return the next configuration to measure again, or None.
 
-        First the best configuration itself, once, if its gain is small. Then configurations that
-        may be better, the most promising first.
+        The winner is measured again once, because the best of many measurements is partly luck.
+        Then follow the configurations that seem no worse, the best first.
 
         Args:
-            best: The best configuration so far.
             repeats: How often each configuration was measured again.
         """
-        score = self.outcomes[best].score
-        if best and score >= CERTAIN_SCORE and not repeats.get(best):
-            return best
-        target = score * (1 - TIE) if best else 1 - self.min_gain
+        winner = self.winner()
+        if winner and not repeats.get(winner):
+            return winner
+        limit = self.outcomes[winner].score if winner else 1 - self.min_gain
         candidates = [
             names
             for names, outcome in self.outcomes.items()
             if names
-            and names != best
-            and outcome.low < target
-            and outcome.score <= target * (1 + TIE)
+            and names != winner
+            and outcome.score <= limit
             and repeats.get(names, 0) < MAX_REPEATS
         ]
         return min(candidates, key=lambda names: self.outcomes[names].score, default=None)
 
-    def _try_with_gains(self, names: Iterable[str]) -> None:
+    def _best(self) -> Switches:
+        scores = {names: outcome.score for names, outcome in self.outcomes.items()}
+        return min(scores, key=lambda names: (scores[names], len(names)))
+
+    def _try_group(self, group: Iterable[str]) -> None:
+        """Try each switch on top of those that gain so far, then all that gain together."""
         gaining = self._gaining()
-        for name in names:
-            others = [other for other in gaining if other != name and self.allows((other, name))]
-            self._tried_with.setdefault(name, tuple(others))
-        self._try((*others, name) for name, others in self._tried_with.items())
+        for name in group:
+            others = [other for other in gaining if self.allows((other, name))]
+            names = self._ordered((*others, name))
+            self._try([names])
+            together, before = self.outcomes[names], self._predicted(others)
+            self.effects[name] = Outcome(together.score / before, retry=together.retry)
+        self._try([(name,) for name in group if self.effects[name].score == math.inf])
+        self._try([self._gaining()])
 
-    def _alone(self, name: str) -> Outcome:
-        """Return the outcome of a switch alone, or of adding it to those it was tried with."""
-        alone, others = self.outcomes.get((name,)), self._tried_with.get(name, ())
-        together = self.outcomes.get(self._ordered((*others, name)))
-        if alone or not together:
-            return alone or Outcome(1.0, 1.0)
-        product = self._product(others)
-        return replace(together, score=together.score / product, low=together.low / product)
+    def _gaining(self, *chosen: str) -> list[str]:
+        """Return a combination of all switches that gain, the best first, and the ``chosen`` ones.
 
-    def _product(self, names: Iterable[str]) -> float:
-        return math.prod(self._alone(name).score for name in names)
+        A switch that excludes an earlier one is left out. The first switch of the search counts as
+        a gain as long as it loses little.
+        """
+        gaining = list(chosen)
+        for name in sorted(self.effects, key=lambda name: self.effects[name].score):
+            limit = MAX_LOSS if name == self.first else 1 - self.min_gain / 3
+            is_gain = name not in gaining and self.effects[name].score <= limit
+            if is_gain and self.allows((*gaining, name)):
+                gaining.append(name)
+        return gaining
+
+    def _predicted(self, names: Iterable[str]) -> float:
+        return math.prod(self.effects[name].score for name in names)
 
     def _ordered(self, names: Iterable[str]) -> Switches:
         wanted = set(names)
         return tuple(name for name in self.switches if name in wanted)
 
     def _try(self, configurations: Iterable[Iterable[str]]) -> None:
-        ordered = (self._ordered(names) for names in configurations)
-        new = [
-            names
-            for names in dict.fromkeys(ordered)
-            if names and names not in self.outcomes and self.allows(names)
-        ]
-        if new:
-            # Stored one by one, so that TimeIsUp loses no earlier outcome.
-            for names, outcome in zip(new, self.measure(new), strict=True):
-                self.outcomes[names] = outcome
+        for names in map(self._ordered, configurations):
+            if names and names not in self.outcomes and self.allows(names):
+                self.outcomes[names] = self.measure(names)
 
-    def _gaining(self) -> list[str]:
-        alone = {name: self._alone(name) for name in self.switches}
-        gaining = [
-            name
-            for name, outcome in alone.items()
-            if outcome.score <= 1 - self.min_gain / 3
-            or (outcome.score <= 1 + 2 * TIE and outcome.low < 1 - self.min_gain)
-            or (name == self.first and outcome.score < HOPELESS)
-        ]
-        return sorted(gaining, key=lambda name: alone[name].score)
+    def _neighbours(self, best: Switches) -> list[list[str]]:
+        """Return the best configuration without one of its switches, or with one more.
 
-    def _unions(self) -> list[Switches]:
-        """Return the two best unions of switches that gain.
-
-        Each starts from the best switch, or from one that excludes it, since the second best of two
-        that exclude each other may be compatible with more of the others.
+        A switch that excludes one of the best is tried with all gains that it allows.
         """
-        gaining = self._gaining()
-        starts = [name for name in gaining if not self.allows([*gaining[:1], name])]
-        unions = []
-        for start in [*gaining[:1], *starts]:
-            names = [start]
-            for name in gaining:
-                if name not in names and self.allows([*names, name]):
-                    names.append(name)
-            unions.append(self._ordered(names))
-        return sorted(unions, key=self._product)[:2]
-
-    def _neighbours(self, best: Switches) -> list[Switches]:
-        """Return configurations that differ from the best by a switch or an interacting pair."""
-        worse_than_parts = self.outcomes[best].score > MAX_OVER_PREDICTED * self._product(best)
-        outside = [
-            name
-            for name in self.switches
-            if name not in best and (self._alone(name).retry or self._alone(name).score < HOPELESS)
-        ]
+        worse_than_parts = self.outcomes[best].score > MAX_OVER_PREDICTED * self._predicted(best)
         neighbours = [
-            tuple(other for other in best if other != name)
+            [other for other in best if other != name]
             for name in best
-            if len(best) > 1 and (worse_than_parts or self._alone(name).score > 1 - self.min_gain)
+            if worse_than_parts or self.effects[name].score > 1 - self.min_gain
         ]
-        for name in outside:
-            rest = [other for other in best if self.allows([name, other])]
-            excluded = [other for other in best if other not in rest]
-            interacts = any(self.interacts(name, other) for other in rest)
-            # Slightly worse alone than the switch it replaces, it may be better in combination.
-            gain = self._alone(name).score / self._product(excluded)
-            promising = gain <= (1 + 5 * TIE if excluded else 1 - 2 * TIE)
-            if len(excluded) < 2 and (interacts or promising) and (rest or not excluded):
-                neighbours.append((*rest, name))
-        for one, other in itertools.combinations(outside, 2):
-            curable = self._alone(one).retry or self._alone(other).retry
-            if self.interacts(one, other) and (curable or self._product((one, other)) < HOPELESS):
-                neighbours += [(one, other), (*best, one, other)]
+        for name, effect in self.effects.items():
+            if name not in best and (effect.retry or effect.score <= MAX_LOSS):
+                is_allowed = self.allows((*best, name))
+                neighbours.append([*best, name] if is_allowed else self._gaining(name))
         return neighbours

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import Precision
 
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.kernels.compiling.compile_model import CompileModel
+from lightning_opt.trainer.lightning import Precision
 from lightning_opt.tuner.facts import (
     BACKWARD,
     CALLBACKS,
@@ -22,34 +22,25 @@ from lightning_opt.tuner.facts import (
     WAITING,
     Facts,
 )
-from lightning_opt.worker.recipes import Settings, make_settings, plain
+from lightning_opt.worker.recipes import Settings, as_mapping, class_named
 
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
 
 LISTS = ("callbacks", "plugins")
-"""Arguments whose values are concatenated; of other arguments the last value counts."""
+"""Trainer arguments whose values are concatenated; of other arguments the last value counts."""
 
-INTERACTING = (
-    {"compile", "checkpointing"},
-    {"batch", "checkpointing"},
-    {"compile", "layout"},
-    {"compile", "runtime"},  # threads speed up products, so fusing matters more
-    {"compile", "optimizer"},  # the optimizer's share of a compiled step is larger
-)
-"""Kinds whose effects do not multiply; precision and the user's own interact with all kinds."""
-
-SHORTENS = {
+SHORTENED_GROUPS = {
     "optimizer": (OPTIMIZER,),
     "data": (WAITING,),
     **dict.fromkeys(("layout", "precision", "compile"), (FORWARD, BACKWARD)),
     "runtime": (FORWARD, BACKWARD, OPTIMIZER),
 }
-"""The groups of a step that switches of a kind can shorten."""
+"""The groups of phases that each kind of switch can shorten."""
 
 MIB = 2**20
 
 MIN_SHARE = 0.03
-"""Share of a step below which shortening a group does not pay."""
+"""Minimum share of a step that a group must have for shortening it to pay."""
 
 
 @dataclass(frozen=True)
@@ -58,69 +49,75 @@ class Switch:
 
     Attributes:
         name: Unique within a space.
+        kind: Only one switch of each kind can be on; any number of kind ``""``.
         settings: Trainer arguments that it adds.
-        kind: Its topic; two of one kind exclude each other, unless it is ``""``.
         about: Its effect and its cost, in one phrase.
         objective: The objective for which it is tried by default; ``""`` for all.
-        unsuitable: Why it is useless here; empty if it is not.
+        unsuitable: Why it cannot help this model on this machine; empty if it may.
     """
 
     name: str
+    kind: str
     settings: Settings
-    kind: str = ""
-    about: str = ""
+    about: str
     objective: str = ""
     unsuitable: str = ""
 
 
 def added(name: str, **arguments: Any) -> dict[str, Any]:
+    """Return Trainer arguments that add a callback of lightning_opt."""
     callback: dict[str, Any] = {"class_path": f"lightning_opt.{name}"}
     if arguments:
         callback["init_args"] = arguments
     return {"callbacks": [callback]}
 
 
-def built_in(facts: Facts) -> list[Switch]:
-    quiet: dict[str, Any] = {"matmul_precision": None, "cudnn_benchmark": None, "allocator": None}
-    no_cuda = _unless(facts.device == "cuda", f"it is for CUDA, and the device is {facts.device}")
-    no_cpu = _unless(facts.device == "cpu", "the device is not a CPU")
-    no_blocks = _unless(facts.blocks, "the model has no repeated blocks")
-    one, every = "torch uses one thread already", "torch uses all CPUs already"
-    parts = _unless(
-        facts.automatic_optimization, "the module uses manual optimization; use micro_batches"
-    )
-    parts = parts or _unless(facts.samples >= 4, f"a batch has {facts.samples} samples")
+def built_in_switches(facts: Facts) -> list[Switch]:
+    """Return the tuner's switches, including unsuitable ones."""
+    no_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
+    no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
+    no_blocks = "" if facts.blocks else "the model has no repeated blocks"
+    no_convolutions = "" if facts.convolutions else "the model has no convolutions in 2D or 3D"
+    no_loader = "" if facts.uses_dataloader else "the data does not come from a DataLoader"
+    fused_already = "the optimizers are fused already" if facts.fused else ""
+    one_thread = "" if facts.threads > 1 else "torch uses one thread already"
+    all_threads = "" if facts.threads < facts.cpus else "torch uses all CPUs already"
+    no_need_of_fp16 = "" if facts.why_no_bf16 else "bfloat16 needs no loss scale"
+    no_parts = "" if facts.samples >= 4 else f"a batch has {facts.samples} samples"
+    if not facts.automatic_optimization:
+        no_parts = "the module uses manual optimization; use micro_batches"
+    # Runtime sets only the number of threads.
+    only_threads = dict.fromkeys(("matmul_precision", "cudnn_benchmark", "allocator"))
     return [
-        Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates", "",
-               _unless(not facts.fused, "the optimizers are fused already")),
-        # "always": the trial measures it better than ChannelsLast's own three steps.
-        Switch("channels_last", added("ChannelsLast", policy="always"), "layout",
-               "convolutions in channels_last", "throughput",
-               _unless(facts.convolutions, "the model has no convolutions in 2D or 3D")),
-        Switch("tf32", added("Runtime"), "runtime", "products in TF32; results change by rounding",
-               "throughput", no_cuda),
-        Switch("one_thread", added("Runtime", threads=1, **quiet), "runtime", "torch uses one CPU",
-               "throughput", no_cpu or _unless(facts.threads > 1, one)),
-        Switch("all_threads", added("Runtime", threads=facts.cpus, **quiet), "runtime",
+        Switch("fused", "optimizer", added("FusedOptimizer"),
+               "one kernel for all updates", "", fused_already),
+        # "always": a trial measures it better than ChannelsLast's own three steps.
+        Switch("channels_last", "layout", added("ChannelsLast", policy="always"),
+               "convolutions in channels_last", "throughput", no_convolutions),
+        Switch("tf32", "runtime", added("Runtime"),
+               "products in TF32; results change by rounding", "throughput", no_cuda),
+        Switch("one_thread", "runtime", added("Runtime", threads=1, **only_threads),
+               "torch uses one CPU", "throughput", no_cpu or one_thread),
+        Switch("all_threads", "runtime", added("Runtime", threads=facts.cpus, **only_threads),
                "torch uses all CPUs that the process may use", "throughput",
-               no_cpu or _unless(facts.threads < facts.cpus, every)),
-        Switch("bf16", {"precision": "bf16-mixed"}, "precision",
+               no_cpu or all_threads),
+        Switch("bf16", "precision", {"precision": "bf16-mixed"},
                "autocast to bfloat16; results change by rounding", "", facts.why_no_bf16),
-        Switch("fp16", {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
-               "precision", "autocast to float16 with a loss scale; results change by rounding",
-               "", no_cuda or _unless(facts.why_no_bf16, "bfloat16 needs no loss scale")),
-        Switch("data_pipeline", added("DataPipelineTuner", verbose=False), "data",
-               "workers, prefetching and pinning of the loader", "throughput",
-               _unless(facts.uses_dataloader, "the data does not come from a DataLoader")),
-        Switch("compile_regions", added("CompileModel", scope="regions"), "compile",
+        Switch("fp16", "precision",
+               {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
+               "autocast to float16 with a loss scale; results change by rounding", "",
+               no_cuda or no_need_of_fp16),
+        Switch("data_pipeline", "data", added("DataPipelineTuner", verbose=False),
+               "workers, prefetching and pinning of the loader", "throughput", no_loader),
+        Switch("compile_regions", "compile", added("CompileModel", scope="regions"),
                "torch.compile for the repeated blocks; seconds before the first step", "",
                no_blocks),
-        Switch("compile", added("CompileModel"), "compile",
+        Switch("compile", "compile", added("CompileModel"),
                "torch.compile for the whole model; up to minutes before the first step"),
-        *(Switch(name, added("MicroBatching", size=max(1, facts.samples // count)), "batch",
-                 f"the gradient of a batch from {count} parts of it", "memory", parts)
+        *(Switch(name, "batch", added("MicroBatching", size=max(1, facts.samples // count)),
+                 f"the gradient of a batch from {count} parts of it", "memory", no_parts)
           for name, count in (("half_batches", 2), ("quarter_batches", 4))),
-        *(Switch(name, added("ActivationCheckpointing", policy=policy), "checkpointing",
+        *(Switch(name, "checkpointing", added("ActivationCheckpointing", policy=policy),
                  f"{part} recomputed instead of kept", "memory", no_blocks)
           for name, policy, part in CHECKPOINTING),
     ]  # fmt: skip
@@ -133,25 +130,12 @@ CHECKPOINTING = (
 )
 
 
-def _cannot_pay(kind: str, facts: Facts) -> str:
-    """Return why switches of a kind cannot make a step faster here; empty if they may."""
-    groups = SHORTENS.get(kind, ())
-    share = facts.share(*groups)
-    if not groups or share is None or share >= MIN_SHARE:
-        return ""
-    return f"only {share:.1%} of a step goes into {' and '.join(groups)}"
-
-
-def _unless(fits: object, reason: str) -> str:
-    return "" if fits else reason
-
-
 class Space:
     """The switches to try, and which of them can be combined.
 
     Args:
         objective: The objective.
-        facts: Of the model and the machine.
+        facts: Facts about the model and the machine.
         candidates: None for the tuner's switches for the objective. A list is exact: names of the
             tuner's switches, and mappings from own names to settings. A mapping changes the default
             choice: from a name to settings for an own switch, to True for a switch of the tuner
@@ -159,7 +143,7 @@ class Space:
         base: Trainer arguments of all trials.
 
     Attributes:
-        facts: Of the model and the machine.
+        facts: Facts about the model and the machine.
         switches: By name, in the order in which they are tried.
         left_out: Reasons why other switches are not tried, by name.
 
@@ -175,12 +159,14 @@ class Space:
         base: Settings | None = None,
     ) -> None:
         self.facts, self.base = facts, {} if base is None else base
-        known = {switch.name: switch for switch in built_in(facts)}
+        known = {switch.name: switch for switch in built_in_switches(facts)}
         self.switches: dict[str, Switch] = {}
         self.left_out: dict[str, str] = {}
         for switch in _choose(known, candidates, objective):
-            idle = _cannot_pay(switch.kind, facts) if objective == "throughput" else ""
-            if reason := switch.unsuitable or self._in_base(switch) or idle:
+            reason = switch.unsuitable or self._why_redundant(switch)
+            if objective == "throughput":
+                reason = reason or _why_negligible(switch.kind, facts)
+            if reason:
                 self.left_out[switch.name] = reason
             else:
                 self.switches[switch.name] = switch
@@ -190,23 +176,19 @@ class Space:
             if _exclude_each_other(one, other)
         ]
 
-    def _in_base(self, switch: Switch) -> str | None:
-        base, settings = plain(self.base), plain(switch.settings)
-        if shared := classes(base) & classes(settings):
+    def _why_redundant(self, switch: Switch) -> str:
+        """Return why the base already has the switch's settings; empty if it does not."""
+        base, settings = as_mapping(self.base), as_mapping(switch.settings)
+        if shared := class_names(base) & class_names(settings):
             return f"base has {', '.join(sorted(shared))} already"
         values = {name: value for name, value in settings.items() if name not in LISTS}
         if values and all(base.get(name) == value for name, value in values.items()):
             return "base sets " + ", ".join(f"{name}={value!r}" for name, value in values.items())
-        return None
+        return ""
 
     def allows(self, names: Iterable[str]) -> bool:
         wanted = set(names)
         return not any(pair <= wanted for pair in self._incompatible)
-
-    def interacts(self, one: str, other: str) -> bool:
-        """Return whether the effect of two switches together may be far from the product."""
-        kinds = {self.switches[one].kind, self.switches[other].kind}
-        return bool({"precision", ""} & kinds) or kinds in INTERACTING
 
     def describe(self, seconds: float, peak: int) -> str:
         """Return where the baseline's step spends its time, and the switches to try."""
@@ -237,41 +219,48 @@ class Space:
         A mapping if all parts are mappings, else a function that returns new arguments.
         """
         parts = [self.base, *(self.switches[name].settings for name in names), *more]
-        fixed = [part for part in parts if isinstance(part, Mapping)]
-        return join(fixed) if len(fixed) == len(parts) else functools.partial(join_made, parts)
+        mappings = [part for part in parts if isinstance(part, Mapping)]
+        if len(mappings) == len(parts):
+            return join(mappings)
+        return functools.partial(_call_and_join, parts)
 
-    def is_written(self, names: Iterable[str]) -> bool:
+    def is_serializable(self, names: Iterable[str]) -> bool:
+        """Return whether the settings with these switches on can be written as text."""
         settings = self.settings(names)
-        return isinstance(settings, Mapping) and is_written(settings)
+        return isinstance(settings, Mapping) and is_serializable(settings)
 
 
 def check_candidates(candidates: Candidates | None) -> None:
-    _choose({switch.name: switch for switch in built_in(Facts())}, candidates, "")
+    _choose({switch.name: switch for switch in built_in_switches(Facts())}, candidates, "")
 
 
 def _choose(
     known: Mapping[str, Switch], candidates: Candidates | None, objective: str
 ) -> list[Switch]:
-    """Return the chosen switches, suitable here or not."""
-    goals = ("", "memory" if objective == "batch" else objective)
+    """Return the switches for an objective as ``candidates`` changes them, suitable or not."""
+    objectives = ("", "memory" if objective == "batch" else objective)
     # Split batches fit at any size, so they are no candidates for the largest batch.
-    excluded = "batch" if objective == "batch" else None
-    chosen = {n: s for n, s in known.items() if s.objective in goals and s.kind != excluded}
+    excluded_kind = "batch" if objective == "batch" else None
+    chosen = {
+        name: switch
+        for name, switch in known.items()
+        if switch.objective in objectives and switch.kind != excluded_kind
+    }
     if isinstance(candidates, str):
         raise ValueError(f"candidates must be a list or a mapping, got the string {candidates!r}.")
     if candidates is not None and not isinstance(candidates, Mapping):
-        given = [item if isinstance(item, Mapping) else {item: True} for item in candidates]
+        mappings = [item if isinstance(item, Mapping) else {item: True} for item in candidates]
         chosen = {}
-        candidates = {name: value for item in given for name, value in item.items()}
+        candidates = {name: value for mapping in mappings for name, value in mapping.items()}
     for name, value in (candidates or {}).items():
         if value is None or value is False:
-            chosen.pop(_known(known, name).name, None)
+            chosen.pop(_known_switch(known, name).name, None)
         else:
-            chosen[name] = _known(known, name) if value is True else _own(name, value)
+            chosen[name] = _known_switch(known, name) if value is True else _own_switch(name, value)
     return list(chosen.values())
 
 
-def _known(known: Mapping[str, Switch], name: str) -> Switch:
+def _known_switch(known: Mapping[str, Switch], name: str) -> Switch:
     if name not in known:
         raise ValueError(
             f"candidates names {name!r}, not a switch of the tuner{did_you_mean(name, known)} "
@@ -281,14 +270,23 @@ def _known(known: Mapping[str, Switch], name: str) -> Switch:
     return known[name]
 
 
-def _own(name: str, value: Any) -> Switch:
-    if not (callable(value) or (isinstance(value, (str, Mapping)) and value)):
+def _own_switch(name: str, settings: Any) -> Switch:
+    if not (callable(settings) or (isinstance(settings, (str, Mapping)) and settings)):
         raise ValueError(
             f"candidates[{name!r}] must be Trainer arguments such as {{'precision': "
             "'bf16-mixed'}, a function without arguments that returns them, True or None, got "
-            f"{value!r}."
+            f"{settings!r}."
         )
-    return Switch(name, value, about="one of your own")
+    return Switch(name, "", settings, "one of your own")
+
+
+def _why_negligible(kind: str, facts: Facts) -> str:
+    """Return why switches of a kind cannot make a step faster here; empty if they may."""
+    groups = SHORTENED_GROUPS.get(kind, ())
+    share = facts.share(*groups)
+    if not groups or share is None or share >= MIN_SHARE:
+        return ""
+    return f"only {share:.1%} of a step goes into {' and '.join(groups)}"
 
 
 def _exclude_each_other(one: Switch, other: Switch) -> bool:
@@ -298,15 +296,17 @@ def _exclude_each_other(one: Switch, other: Switch) -> bool:
     kinds, selective = {one.kind, other.kind}, "checkpointing_selective"
     if kinds == {"compile", "checkpointing"} and selective in (one.name, other.name):
         return True
-    return clash(one.settings, other.settings)
+    first, second = as_mapping(one.settings), as_mapping(other.settings)
+    arguments = first.keys() & second.keys() - set(LISTS)
+    differ = any(first[name] != second[name] for name in arguments)
+    return differ or bool(class_names(first) & class_names(second))
 
 
 # --- Trainer arguments as plain values -----------------------------------------------------------
 
 
-def join_made(parts: Sequence[Settings]) -> dict[str, Any]:
-    """Return Trainer arguments joined from parts, after calling those that are functions."""
-    return join(map(plain, parts))
+def _call_and_join(parts: Sequence[Settings]) -> dict[str, Any]:
+    return join(map(as_mapping, parts))
 
 
 def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -314,34 +314,36 @@ def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
-            if name in LISTS:
-                value = [*joined.get(name, []), *listed(value)]
-            joined[name] = value
+            joined[name] = [*joined.get(name, []), *as_list(value)] if name in LISTS else value
     return joined
 
 
 def in_float32(settings: Settings) -> dict[str, Any]:
-    """Return objects for the Trainer with eager float32; to be called in the training process."""
+    """Return arguments for a Trainer in eager float32; to be called in the training process."""
     if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
         torch.compiler.set_stance("force_eager")  # for parts that the model compiles itself
-    arguments = make_settings(settings)
-    plugins = [
-        plugin for plugin in listed(arguments.get("plugins")) if not isinstance(plugin, Precision)
-    ]
-    callbacks = [
-        one for one in listed(arguments.get("callbacks")) if not isinstance(one, CompileModel)
-    ]
-    return {**arguments, "precision": "32-true", "plugins": plugins, "callbacks": callbacks}
+    arguments = dict(as_mapping(settings))
+    kinds: dict[str, Any] = {"plugins": Precision, "callbacks": CompileModel}
+    for name, kind in kinds.items():
+        given = as_list(arguments.get(name))
+        arguments[name] = [item for item in given if not issubclass(_class_of(item), kind)]
+    return arguments | {"precision": "32-true"}
 
 
-def listed(value: Any) -> list[Any]:
+def _class_of(item: Any) -> type:
+    is_written = isinstance(item, Mapping) and "class_path" in item
+    return class_named(item["class_path"]) if is_written else type(item)
+
+
+def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def classes(settings: Mapping[str, Any]) -> set[str]:
-    items = [item for name in LISTS for item in listed(settings.get(name))]
+def class_names(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of the classes of all callbacks and plugins."""
+    items = [item for name in LISTS for item in as_list(settings.get(name))]
     return {
         str(item["class_path"]).rpartition(".")[2]
         if isinstance(item, Mapping)
@@ -351,18 +353,9 @@ def classes(settings: Mapping[str, Any]) -> set[str]:
     }
 
 
-def clash(one: Settings, other: Settings) -> bool:
-    """Return whether two parts differ in an argument, or both add a callback of one class."""
-    first, second = plain(one), plain(other)
-    shared = first.keys() & second.keys() - set(LISTS)
-    return any(first[name] != second[name] for name in shared) or bool(
-        classes(first) & classes(second)
-    )
-
-
-def is_written(value: Any) -> bool:
+def is_serializable(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_written(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_serializable(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return all(map(is_written, value))
+        return all(map(is_serializable, value))
     return value is None or isinstance(value, (bool, int, float, str))

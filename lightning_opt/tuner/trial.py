@@ -10,37 +10,40 @@ from lightning_opt.core.numerics.ratios import compare_pairs
 from lightning_opt.profiling.comparing.result import OFFSET
 
 Switches = tuple[str, ...]
-"""Names of the switches that are on, in the order of the search space."""
+"""The names of the switches that are on, in the order of the search space."""
 
 FAILURES = ("out of memory", "error", "died", "timeout", "setup")
-"""Verdicts of trials that did not run to their end."""
+"""Verdicts of trials that did not finish."""
 
 OBJECTIVES = {"throughput": "time of a step", "memory": "peak memory", "batch": "peak memory"}
-"""Names of the objectives, and the quantity that each minimises."""
+"""The quantity that each objective minimises."""
 
 PEAK_NOISE = 0.015
-"""Share by which the peak of equal runs differs, on a CPU."""
+"""Relative difference between the peaks of equal runs, on a CPU."""
+
+TOO_SLOW = 1.5
+"""Ratio of step times above which a trial for throughput stops early."""
 
 
 @dataclass
 class Trial:
-    """One configuration that was tried.
+    """The measurements of one configuration.
 
     Attributes:
-        switches: The switches that were on; empty for the baseline.
+        switches: The switches that are on; empty for the baseline.
         verdict: ``"baseline"``, ``"accepted"``, ``"no gain"``, ``"too slow"``, ``"rejected"`` (it
-            changes what is learned), or its failure: ``"out of memory"``, ``"error"``, ``"died"``,
+            changes what is learned), or a failure: ``"out of memory"``, ``"error"``, ``"died"``,
             ``"timeout"``, ``"setup"``.
         why: The reason for the verdict; may be empty.
-        pairs_by_start: For each start of the processes, the rounds as pairs of seconds per step: of
-            the baseline's turn and of this trial's turn.
+        pairs_by_start: For each start of the processes, its rounds: seconds per step of the
+            baseline, and of this configuration.
         ratio: Time of a step as a share of the baseline's.
-        low: Lower end of the ratio's interval at 90%.
+        low: Lower end of the ratio's 90% interval.
         high: Upper end.
         seconds: Median time of a step.
         peak: Peak bytes: of the device, or of the process above the level before the model.
         peak_ratio: Peak as a share of the baseline's.
-        agreement: Cosine between its first gradient and the baseline's, of the parameter in which
+        agreement: Cosine between its first gradient and the baseline's, for the parameter in which
             they differ most; None if it was not compared.
         losses: The loss of each step.
         startup: Seconds of the first step minus those of a later one, mostly compilation.
@@ -64,10 +67,6 @@ class Trial:
     cost: float = 0.0
     details: str = ""
 
-    def __post_init__(self) -> None:
-        """Convert the list of a journal's record to a tuple."""
-        self.switches = tuple(self.switches)
-
     @property
     def name(self) -> str:
         return " + ".join(self.switches) or "baseline"
@@ -78,7 +77,7 @@ class Trial:
 
     @property
     def interval(self) -> tuple[float, float, float]:
-        """The ratio of times and the ends of its interval, NaN and (0, inf) if unknown."""
+        """The ratio and the ends of its interval; NaN and (0, inf) before the first round."""
         return self.ratio or math.nan, self.low or 0.0, self.high or math.inf
 
     def set_times(self) -> None:
@@ -107,13 +106,11 @@ class Outcome:
     Attributes:
         score: The minimised quantity as a share of the baseline's; infinity if the trial failed or
             was rejected.
-        low: Lower end of the score's interval.
-        high: Upper end.
-        retry: Whether another switch may cure its failure, such as running out of memory.
+        high: Upper end of the score's interval.
+        retry: Whether another switch may help, as when memory runs out.
     """
 
     score: float
-    low: float = 0.0
     high: float = math.inf
     retry: bool = False
 
@@ -124,9 +121,9 @@ class Objective:
 
     Args:
         name: ``"throughput"``, ``"memory"`` or ``"batch"``.
-        max_slowdown: Allowed time of a step as a multiple of the baseline's, except for
+        max_slowdown: Maximum time of a step as a multiple of the baseline's, except for
             ``"throughput"``.
-        min_gain: Minimum share that counts as a gain.
+        min_gain: Minimum gain, as a share.
     """
 
     name: str = "throughput"
@@ -135,27 +132,20 @@ class Objective:
 
     @property
     def give_up_ratio(self) -> float:
-        """The ratio of times above which a trial is stopped early."""
-        return 1.3 * self.max_slowdown if self.name != "throughput" else 1.5
-
-    def score(self, trial: Trial) -> Outcome:
-        """Return the score of a trial by its measurements alone; see :meth:`outcome`."""
-        if trial.ratio is None:
-            return Outcome(math.inf, math.inf)
-        if self.name == "throughput":
-            return Outcome(*trial.interval)
-        if trial.ratio > self.max_slowdown or trial.peak_ratio is None:
-            # Too slow alone; another switch may make up for it.
-            return Outcome(math.inf, math.inf, retry=trial.ratio < self.give_up_ratio)
-        peak = trial.peak_ratio
-        return Outcome(peak, peak * (1 - PEAK_NOISE), peak * (1 + PEAK_NOISE))
-
-    def may_gain(self, trial: Trial) -> bool:
-        """Return whether a trial may gain, so that checking its numerics is worth the time."""
-        return self.score(trial).score <= 1 - self.min_gain / 3
+        """The ratio of step times above which a trial stops early."""
+        return TOO_SLOW if self.name == "throughput" else 1.3 * self.max_slowdown
 
     def outcome(self, trial: Trial) -> Outcome:
-        """Return the score of a trial for the search: infinity if it failed or was rejected."""
         if trial.failed:
-            return Outcome(math.inf, math.inf, retry=trial.verdict == "out of memory")
-        return Outcome(math.inf, math.inf) if trial.verdict == "rejected" else self.score(trial)
+            return Outcome(math.inf, retry=trial.verdict == "out of memory")
+        if trial.ratio is None or trial.verdict == "rejected":
+            return Outcome(math.inf)
+        if self.name == "throughput":
+            return Outcome(trial.ratio, trial.high or math.inf)
+        if trial.ratio > self.max_slowdown or trial.peak_ratio is None:
+            return Outcome(math.inf, retry=trial.ratio < self.give_up_ratio)
+        return Outcome(trial.peak_ratio, trial.peak_ratio * (1 + PEAK_NOISE))
+
+    def may_gain(self, trial: Trial) -> bool:
+        """Return whether a trial gains enough to be worth checking what it learns."""
+        return self.outcome(trial).score <= 1 - self.min_gain / 3

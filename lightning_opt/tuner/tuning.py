@@ -1,34 +1,30 @@
-"""One search from its start to its result: processes, journal and progress."""
+"""One search from its start to its result: the processes, the trials and the progress lines."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import platform
+import statistics
+import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 
 import lightning_opt
-from lightning_opt.core.measure.machine import available_cpus, cpu_flags
-from lightning_opt.tuner.arena import Arena
-from lightning_opt.tuner.baseline import Baseline
+from lightning_opt.core.measure.machine import available_cpus
+from lightning_opt.tuner.baseline import Baseline, Run
 from lightning_opt.tuner.facts import Facts
-from lightning_opt.tuner.fingerprint import fingerprint
-from lightning_opt.tuner.journal import Journal, Progress
-from lightning_opt.tuner.probe import Observed
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.search import Search, TimeIsUp
 from lightning_opt.tuner.space import Candidates, Space, added, in_float32, join
 from lightning_opt.tuner.trial import Objective, Outcome, Switches, Trial
-from lightning_opt.worker.recipes import Factory, Settings, plain
+from lightning_opt.tuner.trials import Trials
+from lightning_opt.worker.recipes import Factory, Settings, as_mapping
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 PROFILER = "lightning_opt.profiling.steps.step_profiler.StepProfiler"
@@ -41,133 +37,144 @@ MAX_START = 300.0
 """Seconds that the baseline may take to start, however short the budget is."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The checked arguments of :func:`~lightning_opt.autotune`."""
-
-    model: Factory
-    data: Factory
-    base: Settings
-    candidates: Candidates | None
-    objective: Objective
-    budget: float
-    timeout: float | None = None
-
-    def timeout_after(self, startup: float) -> float:
-        if self.timeout is not None:
-            return self.timeout
-        if not startup:
-            return max(MAX_START, self.budget)
-        return max(4 * startup, min(MAX_START, max(30.0, self.budget / 4)))
-
-    def key(self) -> dict[str, Any]:
-        """Return the identity of the search, by which trials of an earlier one are reused."""
-        names = ("model", "data", "base", "candidates")
-        key = {name: fingerprint(getattr(self, name)) for name in names}
-        key["objective"] = fingerprint(dataclasses.astuple(self.objective))
-        cpu = {"cpu": fingerprint(sorted(cpu_flags())), "threads": torch.get_num_threads()}
-        return key | cpu | machine()
-
-
 class Tuning:
-    """A search that is run once."""
+    """A search that is run once. For the arguments see :func:`~lightning_opt.autotune`."""
 
-    def __init__(self, plan: Plan, journal: str | Path | None, progress: Progress) -> None:
-        self._plan, self._path, self._progress = plan, journal, progress
-        self._started = time.monotonic()
-        self._space = Space("", Facts(), [], plan.base)
-        self._trials: dict[Switches, Trial] = {}
-        self._from_journal: dict[Switches, list[Trial]] = defaultdict(list)
+    def __init__(
+        self,
+        model: Factory,
+        data: Factory,
+        *,
+        base: Settings,
+        objective: Objective,
+        budget: float,
+        candidates: Candidates | None = None,
+        timeout: float | None = None,
+        progress: bool = True,
+    ) -> None:
+        self._model, self._data, self._base = model, data, base
+        self._objective, self._candidates = objective, candidates
+        self._budget, self._timeout, self._progress = budget, timeout, progress
+        self._space = Space("", Facts(), [], base)
+        self._by_switches: dict[Switches, Trial] = {}
         self._processes = 0
-        self._baseline = Baseline(self._start, block_seconds=min(0.6, max(0.15, plan.budget / 800)))
-        self._arena = Arena(self._start, self._baseline, plan.objective, on_start=self._show_start)
+        self._baseline = Baseline(self.start, block_seconds=min(0.6, max(0.15, budget / 800)))
+        self._trials = Trials(self.start, self._baseline, objective)
 
     def run(self) -> TuneResult:
+        started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="lightning_opt_tune_") as folder:
             self._folder = Path(folder)
-            self._journal = Journal(self._path, self._plan.key())
             try:
-                self._read_journal()
                 self._measure_baseline()
                 search = self._search()
-                best = self._remeasure_undecided(search, search.run())
-                self._arena.close()
+                search.run()
+                best = self._remeasure(search)
+                self._baseline.close()
                 batches = {}
-                if self._plan.objective.name == "batch":
+                if self._objective.name == "batch":
                     batches = self._largest_batches(best)
-            except KeyboardInterrupt:
-                place = self._path or "a journal, with journal='tune.jsonl'"
-                self._progress.write(f"The same call continues from {place}.")
-                raise
             finally:
-                self._arena.close()
+                self._baseline.close()
         return TuneResult(
-            self._plan.objective.name,
+            self._objective.name,
             self._space,
-            list(self._trials.values()),
+            list(self._by_switches.values()),
             best,
             complete=search.complete,
-            facts=machine() | {"device": self._baseline.observed.facts.device},
-            seconds=time.monotonic() - self._started,
+            facts=machine(self._space.facts),
+            seconds=time.monotonic() - started,
             batches=batches,
         )
 
+    def _measure_baseline(self) -> None:
+        """Run the baseline, and build the space from its facts."""
+        baseline = self._baseline
+        self._print("trying the baseline")
+        baseline.ensure_running()
+        # The budget starts now, as a model may take longer to start than the search.
+        self._trials.deadline = time.monotonic() + self._budget
+        observed = baseline.observations
+        self._space = self._make_space(observed.facts)
+        peak = baseline.peak_after(len(observed.losses))
+        self._by_switches[()] = Trial(
+            (), "baseline", ratio=1.0, low=1.0, high=1.0, seconds=baseline.step_seconds, peak=peak,
+            peak_ratio=1.0, losses=list(observed.losses),
+        )  # fmt: skip
+        self._print(self._space.describe(baseline.step_seconds, peak))
+
+    def _make_space(self, facts: Facts) -> Space:
+        return Space(self._objective.name, facts, self._candidates, self._base)
+
     def _search(self) -> Search:
-        space, facts = self._space, self._baseline.observed.facts
+        space, first = self._space, "data_pipeline"
+        is_first = space.facts.data_bound and first in space.switches
         return Search(
             self._measure,
             tuple(space.switches),
             space.allows,
-            space.interacts,
-            self._plan.objective.min_gain,
-            first="data_pipeline" if facts.data_bound else "",
+            self._objective.min_gain,
+            first=first if is_first else "",
             late=tuple(n for n, switch in space.switches.items() if switch.kind == "compile"),
         )
 
-    def _read_journal(self) -> None:
-        if self._journal.note:
-            self._progress.write(self._journal.note)
-        for record in self._journal.records:
-            if record["kind"] == "baseline":
-                self._baseline.restore(record)
-            else:
-                trial = Trial(**record["trial"])
-                self._from_journal[trial.switches].append(trial)
+    def _measure(self, switches: Switches) -> Outcome:
+        self._by_switches[switches] = trial = self._try(switches)
+        return self._objective.outcome(trial)
 
-    def _measure_baseline(self) -> None:
-        """Run the baseline, unless the journal has it, and build the space from its facts."""
-        baseline = self._baseline
-        if not baseline.measured:
-            self._progress.start_trial((), Trial(()))
-            baseline.ensure_running()
-            # The budget starts now, as a model may take longer to start than the search.
-            self._progress.deadline = time.monotonic() + self._plan.budget
-            self._journal.add({"kind": "baseline", **baseline.to_dict()})
-        self._arena.deadline = self._progress.deadline
-        self._space = Space(
-            self._plan.objective.name,
-            baseline.observed.facts,
-            self._plan.candidates,
-            self._plan.base,
-        )
-        losses = list(baseline.losses)
-        peak = baseline.peak_after(len(losses))
-        self._trials[()] = Trial(
-            (), "baseline", ratio=1.0, low=1.0, high=1.0, seconds=baseline.step_seconds, peak=peak,
-            peak_ratio=1.0, losses=losses,
-        )  # fmt: skip
-        self._progress.write(self._space.describe(baseline.step_seconds, peak))
+    def _try(self, switches: Switches) -> Trial:
+        """Try a configuration.
 
-    # --- trials -----------------------------------------------------------------------------------
+        Raises:
+            TimeIsUp: If the budget is too short for it.
+        """
+        started = time.monotonic()
+        costs = [trial.cost for trial in self._by_switches.values() if trial.switches]
+        if started + (statistics.median(costs) if costs else 0.0) > self._trials.deadline:
+            raise TimeIsUp
+        self._print_start(switches)
+        trial = self._trials.measure(switches)
+        trial.cost = round(time.monotonic() - started, 2)
+        parts = [trial.verdict, _ratios(trial)]
+        self._print(f"{trial.name}: {', '.join(filter(None, parts))}")
+        return trial
 
-    def _start(self, switches: Switches, role: str = "") -> tuple[TrainingProcess, Path]:
-        """Start the process of a configuration, and return it with the file of its observations.
+    def _remeasure(self, search: Search) -> Switches:
+        """Measure the answer and its rivals again in new processes; return the final answer."""
+        repeats: Counter[Switches] = Counter()
+        while (switches := search.next_to_remeasure(repeats)) is not None:
+            try:
+                again = self._try(switches)
+            except TimeIsUp:
+                break
+            repeats[switches] += 1
+            self._by_switches[switches] = again = again.pooled(self._by_switches[switches])
+            search.outcomes[switches] = self._objective.outcome(again)
+        return search.winner()
+
+    def _largest_batches(self, best: Switches) -> dict[Switches, int]:
+        """Return the samples of the largest batch that fits, without switches and with the best."""
+        sizes: dict[Switches, int] = {}
+        for switches in dict.fromkeys(((), best)):
+            self._print_start(switches)
+            run = self.start(switches, "batch")
+            try:
+                run.advance(2)
+                sizes[switches] = run.observations.facts.samples
+            except FitFailed as failure:
+                self._print(f"No largest batch was found: {failure.message}")
+            finally:
+                run.close()
+        return sizes
+
+    def start(self, switches: Switches, role: str) -> Run:
+        """Start the process of a configuration.
 
         Args:
             switches: The switches that are on.
-            role: ``"profile"`` profiles the first steps, unless the user has a profiler;
-                ``"noise"`` gives the model other random numbers; ``"float32"`` trains in eager
-                float32; ``"batch"`` searches the largest batch that fits.
+            role: ``""``: a trial. ``"profile"``: the first steps are profiled, unless the user has
+                a profiler. ``"noise"``: the model draws other random numbers. ``"float32"``: it
+                trains in eager float32. ``"batch"``: the largest batch that fits is searched.
         """
         self._processes += 1
         file = self._folder / f"{self._processes}.pt"
@@ -176,7 +183,7 @@ class Tuning:
             "init_args": {"file": str(file), "reseed": int(role == "noise")},
         }
         more: dict[str, Any] = {"callbacks": [watch]}
-        base = plain(self._plan.base)
+        base = as_mapping(self._base)
         if any(base.get(name) is not None for name in LIMITS):
             more |= LIMITS
         if role == "profile" and not base.get("profiler"):
@@ -185,72 +192,51 @@ class Tuning:
             more = join([added("DynamicBatchSize", find="largest", scale_lr="linear"), more])
         settings = self._space.settings(switches, more)
         process = TrainingProcess(
-            self._plan.model,
-            self._plan.data,
+            self._model,
+            self._data,
             partial(in_float32, settings) if role == "float32" else settings,
-            timeout=self._plan.timeout_after(self._baseline.startup),
-            wait=False,
+            timeout=start_timeout(self._budget, self._baseline.startup, self._timeout),
         )
-        return process, file
+        return Run(process, file)
 
-    def _show_start(self, switches: Switches) -> None:
-        score = self._plan.objective.outcome
-        best = min(self._trials.values(), key=lambda t: score(t).score, default=Trial(()))
-        self._progress.start_trial(switches, best)
+    # --- progress ---------------------------------------------------------------------------------
 
-    def _largest_batches(self, best: Switches) -> dict[Switches, int]:
-        """Return the samples of the largest batch that fits, without switches and with the best."""
-        sizes: dict[Switches, int] = {}
-        for switches in dict.fromkeys(((), best)):
-            self._progress.start_trial(switches, self._trials[best])
-            process, file = self._start(switches, "batch")
-            try:
-                process.advance(2)
-                sizes[switches] = Observed.read(file).facts.samples
-            except FitFailed as failure:
-                self._progress.write(f"No largest batch was found: {failure.message}")
-            finally:
-                process.close()
-        return sizes
+    def _print(self, text: str) -> None:
+        if self._progress:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
 
-    def _measure(self, configurations: Sequence[Switches]) -> Iterator[Outcome]:
-        for trial in self._try(configurations):
-            self._trials[trial.switches] = trial
-            yield self._plan.objective.outcome(trial)
-
-    def _try(self, configurations: Sequence[Switches]) -> Iterator[Trial]:
-        new = [switches for switches in configurations if not self._from_journal[switches]]
-        measured = self._arena.measure(new)
-        for switches in configurations:
-            from_journal = bool(self._from_journal[switches])
-            if from_journal:
-                trial = self._from_journal[switches].pop(0)
-            else:
-                trial = next(measured)
-                self._journal.add({"kind": "trial", "trial": dataclasses.asdict(trial)})
-            self._progress.end_trial(trial, from_journal)
-            yield trial
-
-    def _remeasure_undecided(self, search: Search, best: Switches) -> Switches:
-        """Measure undecided configurations again, and a small gain of the answer in any case.
-
-        The best of many measurements is partly luck.
-        """
-        repeats: Counter[Switches] = Counter()
-        while (switches := search.next_to_remeasure(best, repeats)) is not None:
-            try:
-                again = next(self._try([switches]))
-            except TimeIsUp:
-                break
-            repeats[switches] += 1
-            self._trials[switches] = again = again.pooled(self._trials[switches])
-            search.outcomes[switches] = self._plan.objective.outcome(again)
-            best = search.winner()
-        return best
+    def _print_start(self, switches: Switches) -> None:
+        seconds_left, name = self._trials.deadline - time.monotonic(), " + ".join(switches)
+        time_left = f"{seconds_left:.0f} s left" if seconds_left > 0 else "the last"
+        best = min(self._by_switches.values(), key=lambda t: self._objective.outcome(t).score)
+        so_far = f"; best so far: {best.name}, {_ratios(best)}" if best.switches else ""
+        self._print(f"trying {name or 'the baseline'} ({time_left}{so_far})")
 
 
-def machine() -> dict[str, Any]:
-    versions = {module.__name__: module.__version__ for module in (torch, lightning, lightning_opt)}
+def start_timeout(budget: float, baseline_startup: float, given: float | None) -> float:
+    """Return the seconds that a process may take to start, or for one turn.
+
+    Args:
+        budget: The budget of the search.
+        baseline_startup: Seconds that the baseline took to start; 0 if it has not started yet.
+        given: The user's limit, which replaces the default.
+    """
+    if given is not None:
+        return given
+    if not baseline_startup:
+        return max(MAX_START, budget)
+    return max(4 * baseline_startup, min(MAX_START, max(30.0, budget / 4)))
+
+
+def machine(facts: Facts) -> dict[str, Any]:
+    modules = (torch, importlib.import_module(facts.package), lightning_opt)
+    versions = {module.__name__: module.__version__ for module in modules}
     counts = {"cpus": available_cpus(), "gpus": torch.cuda.device_count()}
     names = {"machine": platform.machine(), "python": platform.python_version()}
-    return names | counts | versions
+    return names | counts | versions | {"device": facts.device}
+
+
+def _ratios(trial: Trial) -> str:
+    shares = {"time": trial.ratio, "memory": trial.peak_ratio}
+    return ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share)

@@ -1,9 +1,9 @@
 """The process of a `TrainingProcess`: it trains step by step on request.
 
 Its folder holds the payload to train. It receives numbers of steps through a connection, sends
-messages back, and prints into the folder's log. When the other end closes, because that process is
-gone, it kills itself and all that it has started. Other ranks of a distributed training run this
-file as a script, without a connection.
+messages back, and prints into the folder's log. When the other end closes, because that process has
+ended, it kills itself and all processes that it has started. Other ranks of a distributed run
+execute this file as a script, without a connection.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import PeakMeter
 from lightning_opt.worker.gate import Step, StepGate, run
-from lightning_opt.worker.starting import Place, kill_tree
+from lightning_opt.worker.starting import Surroundings, kill_tree
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 PAYLOAD, LOG = "payload.pkl", "log"
 """Files in the folder."""
@@ -48,10 +50,9 @@ class Worker:
         try:
             torch.set_num_threads(payload["threads"])
             recipe = pickle.loads(payload["recipe"])
-            gate = StepGate(self._ready, self._requests.get, self._deliver)
-            seed = payload["seed"]
-            gate.flush(run(**recipe, gate=gate, seed=seed, on_device=self._measure_memory))
-            self._send("ended")
+            gate, seed = StepGate(self._exchange), payload["seed"]
+            trainer = run(**recipe, gate=gate, seed=seed, on_device=self._measure_memory)
+            self._send_steps(gate.take_steps(trainer))  # fewer than requested: the data has ended
         except BaseException as error:  # noqa: BLE001 - the parent reports any failure
             self._send("failed", *self._describe(error))
 
@@ -68,12 +69,17 @@ class Worker:
         self._meter = PeakMeter(device)
         self._resident = 0 if device.type == "cuda" else self._meter.read()
 
-    def _ready(self, trainer: pl.Trainer) -> None:
-        self._started = True
-        place = {"device": str(trainer.strategy.root_device), "devices": trainer.world_size}
-        self._send("ready", place | {"pid": os.getpid()})
+    def _exchange(self, trainer: pl.Trainer, steps: list[Step]) -> int:
+        """Send the steps of the last block, and wait for the number of steps of the next."""
+        if self._started:
+            self._send_steps(steps)
+        else:
+            self._started = True
+            place = {"device": str(trainer.strategy.root_device), "devices": trainer.world_size}
+            self._send("ready", place | {"pid": os.getpid()})
+        return self._requests.get()
 
-    def _deliver(self, steps: list[Step]) -> None:
+    def _send_steps(self, steps: list[Step]) -> None:
         peak = 0 if self._meter is None else max(0, self._meter.read() - self._resident)
         self._send("steps", [tuple(step) for step in steps], peak)
 
@@ -88,12 +94,12 @@ class Worker:
         return kind, last, "".join(traceback.format_exception(error))
 
 
-def train(connection: Connection, place: Place, folder: str) -> None:
-    place.enter(str(Path(folder) / LOG))
+def train(connection: Connection, surroundings: Surroundings, folder: str) -> None:
+    surroundings.apply(str(Path(folder) / LOG))
     sys.argv[:] = [__file__, folder]  # Lightning repeats them to start the other ranks
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1)  # the parent requests the stacks with it
+        faulthandler.register(signal.SIGUSR1)  # writes the stacks to the log
     _train(folder, connection)
 
 

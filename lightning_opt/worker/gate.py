@@ -10,20 +10,37 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
 from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.batches import samples_in
-from lightning_opt.worker.recipes import Factory, Settings, make, make_settings
+from lightning_opt.trainer.lightning import (
+    BaseCallback,
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    LightningDataModule,
+    LightningModule,
+    MultiProcessingLauncher,
+    package_of,
+    seed_everything,
+)
+from lightning_opt.worker.recipes import (
+    Factory,
+    Settings,
+    as_mapping,
+    instantiate,
+    make,
+    package_behind,
+)
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 RUN_DEFAULTS: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
@@ -60,25 +77,20 @@ class Stopped(Exception):  # noqa: N818 - a way to end, not an error
     """Raised inside the run to end it, so that its callbacks and loaders clean up."""
 
 
-class StepGate(pl.Callback):
+class StepGate(BaseCallback):
     """Pauses the run before its first step and after each block of steps.
 
     The workers of its loaders are suspended too: batches prepared during the pause would make the
     next block look faster than training is.
 
     Args:
-        ready: Called once, with the Trainer, before the first step.
-        receive: Blocks, and returns the number of steps of the next block; 0 ends the run.
-        deliver: Called with the steps of each block when it has ended.
+        exchange: Called on rank 0 with the Trainer and the steps of the last block (before the
+            first block, with none). It waits, and returns the number of steps of the next block; 0
+            ends the run.
     """
 
-    def __init__(
-        self,
-        ready: Callable[[pl.Trainer], None],
-        receive: Callable[[], int],
-        deliver: Callable[[list[Step]], None],
-    ) -> None:
-        self._ready, self._receive, self._deliver = ready, receive, deliver
+    def __init__(self, exchange: Callable[[pl.Trainer, list[Step]], int]) -> None:
+        self._exchange = exchange
         self._block_steps = 0
         self._clock: StepClock | None = None
         self._group: Any = None
@@ -86,13 +98,12 @@ class StepGate(pl.Callback):
         self._samples: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
-        return pl.Callback()  # trials of batch sizes copy callbacks, and must not wait here
+        return BaseCallback()  # trials of batch sizes copy callbacks, and must not wait here
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
             self._group = dist.new_group(backend="gloo", timeout=MAX_PAUSE)
         self._clock = StepClock(trainer.strategy.root_device)
-        self._ready(trainer)
         self._start_block(trainer)
 
     def on_train_batch_end(
@@ -105,7 +116,7 @@ class StepGate(pl.Callback):
     ) -> None:
         assert self._clock is not None
         self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
-        self._samples.append(samples_in(batch) * trainer.world_size)
+        self._samples.append(samples_in(batch, default=1) * trainer.world_size)
         block_ended = len(self._losses) == self._block_steps
         if block_ended:
             wait_for(trainer.strategy.root_device)
@@ -114,9 +125,10 @@ class StepGate(pl.Callback):
             self._start_block(trainer)
         start_on_first_cpu(trainer)
 
-    def flush(self, trainer: pl.Trainer) -> None:
+    def take_steps(self, trainer: pl.Trainer) -> list[Step]:
+        """Return the steps since the last call."""
         if not self._losses:
-            return
+            return []
         assert self._clock is not None
         device = trainer.strategy.root_device
         seconds = self._clock.read(wait=True)
@@ -127,13 +139,13 @@ class StepGate(pl.Callback):
         self._losses, self._samples = [], []
         if device.type == "cpu":
             time.sleep(SPIN_SECONDS)
-        self._deliver(steps)
+        return steps
 
     def _start_block(self, trainer: pl.Trainer) -> None:
         assert self._clock is not None
         with _children_suspended():
-            self.flush(trainer)
-            steps = self._receive() if trainer.is_global_zero else 0
+            taken = self.take_steps(trainer)
+            steps = self._exchange(trainer, taken) if trainer.is_global_zero else 0
             if trainer.world_size > 1:  # other ranks wait here, not in the middle of a step
                 steps = self._broadcast(steps)
         if steps < 1:
@@ -187,7 +199,7 @@ def _loss_of(outputs: Any, accumulated: int) -> Any:
     return math.nan
 
 
-class _LenientSchedulers(pl.Callback):
+class _LenientSchedulers(BaseCallback):
     """Lets learning rate schedulers skip updates whose monitored metric is missing."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -205,10 +217,18 @@ def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
     required = {Checkpoint: "enable_checkpointing", EarlyStopping: "limit_val_batches"}
     kept = [
         callback
-        for callback in ([given] if isinstance(given, pl.Callback) else given)
+        for callback in ([given] if isinstance(given, Callback) else given)
         if all(arguments.get(name) for base, name in required.items() if isinstance(callback, base))
     ]
     return [*kept, _LenientSchedulers()]
+
+
+def _make_trainer(package: Any, settings: Settings, gate: StepGate) -> pl.Trainer:
+    arguments = {**RUN_DEFAULTS, **instantiate(as_mapping(settings), package)}
+    if arguments["logger"]:  # measurements must not appear among the user's runs
+        arguments["logger"] = package.loggers.logger.DummyLogger()
+    trainer: pl.Trainer = package.Trainer(callbacks=[*take_callbacks(arguments), gate], **arguments)
+    return trainer
 
 
 def run(
@@ -235,16 +255,14 @@ def run(
         TypeError: If the model is not a LightningModule.
         ValueError: If the strategy spawns or forks its processes, or for several nodes.
     """
-    reseed = partial(pl.seed_everything, seed, workers=True, verbose=False)
+    package = package_behind(model)
+    reseed = partial(seed_everything, seed, workers=True, verbose=False)
     reseed()
-    arguments = {**RUN_DEFAULTS, **make_settings(settings)}
-    if arguments["logger"]:  # measurements must not appear among the user's runs
-        arguments["logger"] = DummyLogger()
-    trainer = pl.Trainer(callbacks=[*take_callbacks(arguments), gate], **arguments)
-    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+    trainer = _make_trainer(package, settings, gate)
+    if isinstance(trainer.strategy.launcher, MultiProcessingLauncher):
         raise ValueError(
-            f"The strategy {arguments.get('strategy')!r} spawns or forks its processes, which "
-            "cannot be measured step by step. Take strategy='ddp'."
+            f"{type(trainer.strategy).__name__} spawns or forks its processes, which cannot be "
+            "measured step by step. Take strategy='ddp'."
         )
     if trainer.num_nodes > 1:
         raise ValueError(
@@ -255,15 +273,15 @@ def run(
     start_on_first_cpu(trainer)  # so that memory is allocated near that CPU
     reseed()
     module = make("model", model)
-    if not isinstance(module, pl.LightningModule):
-        raise TypeError(
-            "model must make a LightningModule (of lightning.pytorch), got "
-            f"{type(module).__name__}."
-        )
+    if not isinstance(module, LightningModule):
+        raise TypeError(f"model must make a LightningModule, got {type(module).__name__}.")
+    if package_of(module) is not package:  # the guess was wrong
+        reseed()
+        trainer = _make_trainer(package_of(module), settings, gate)
     reseed()
     loader = make("data", data)
     reseed()
-    datamodule = loader if isinstance(loader, pl.LightningDataModule) else None
+    datamodule = loader if isinstance(loader, LightningDataModule) else None
     with contextlib.suppress(Stopped):
         trainer.fit(module, None if datamodule else loader, datamodule=datamodule)
     return trainer

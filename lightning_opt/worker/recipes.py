@@ -7,9 +7,12 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
+
+from lightning_opt.trainer.lightning import DEFAULT, LightningModule, package_of
 
 Factory: TypeAlias = Callable[[], Any] | str
 """A callable without arguments, ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
@@ -18,11 +21,8 @@ Factory: TypeAlias = Callable[[], Any] | str
 Settings: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | str
 """Arguments of a Trainer, or a :data:`Factory` that returns them."""
 
-SHORT_NAMES = (
-    "lightning_opt", "lightning.pytorch.callbacks", "lightning.pytorch.strategies",
-    "lightning.pytorch.plugins", "lightning.pytorch.loggers", "lightning.pytorch.profilers",
-)  # fmt: skip
-"""Modules that are searched for a ``class_path`` without a module."""
+SHORT_NAMES = ("callbacks", "strategies", "plugins", "loggers", "profilers")
+"""Modules of Lightning that are searched for a ``class_path`` without a module."""
 
 
 def check_factory(name: str, given: Any) -> Any:
@@ -64,7 +64,7 @@ def make(name: str, factory: Factory) -> Any:
     return function()
 
 
-def plain(given: Settings) -> Mapping[str, Any]:
+def as_mapping(given: Settings) -> Mapping[str, Any]:
     """Return the arguments as a mapping, after calling them if they are a function or its path.
 
     Raises:
@@ -79,8 +79,23 @@ def plain(given: Settings) -> Mapping[str, Any]:
     return settings
 
 
-def make_settings(given: Settings) -> dict[str, Any]:
-    return {name: instantiate(value) for name, value in plain(given).items()}
+def package_behind(factory: Factory) -> Any:
+    """Return the package of Lightning that a factory's module imports, or its class comes from.
+
+    That is a guess for a function, whose model may come from elsewhere.
+    """
+    factory = import_attribute(factory) if isinstance(factory, str) else factory
+    target = getattr(factory, "target", None)  # the import path that a recipe of the CLI has
+    if isinstance(target, str):
+        return package_behind(target)
+    function = factory.func if isinstance(factory, partial) else factory
+    found = [
+        package_of(value, None)
+        for value in (function, *getattr(function, "__globals__", {}).values())
+        if isinstance(value, ModuleType)
+        or (isinstance(value, type) and issubclass(value, LightningModule))
+    ]
+    return next((package for package in found if package is not None), DEFAULT)
 
 
 def import_attribute(path: str) -> Any:
@@ -120,24 +135,26 @@ def _module_of_file(path: str) -> ModuleType:
     return module
 
 
-def instantiate(value: Any) -> Any:
+def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
     """Create objects from ``{"class_path": ..., "init_args": {...}}``, inside lists and dicts too.
 
-    Like LightningCLI, but without its conversion of types.
+    Like LightningCLI of a package of Lightning, but without its conversion of types.
     """
     if isinstance(value, Mapping):
-        items = {key: instantiate(item) for key, item in value.items()}
+        items = {key: instantiate(item, package) for key, item in value.items()}
         if "class_path" not in items or not items.keys() <= {"class_path", "init_args"}:
             return items
-        return _class_of(items["class_path"])(**(items.get("init_args") or {}))
+        return class_named(items["class_path"], package)(**(items.get("init_args") or {}))
     if isinstance(value, list):
-        return [instantiate(item) for item in value]
+        return [instantiate(item, package) for item in value]
     return value
 
 
-def _class_of(path: str) -> Any:
+def class_named(path: str, package: ModuleType = DEFAULT) -> Any:
+    """Import the class of a ``class_path``."""
     module, _, name = path.rpartition(".")
-    modules: Iterable[str] = (module,) if module else SHORT_NAMES
+    short = ("lightning_opt", *(f"{package.__name__}.{part}" for part in SHORT_NAMES))
+    modules: Iterable[str] = (module,) if module else short
     for module_name in modules:
         result = getattr(importlib.import_module(module_name), name, None)
         if result is not None:

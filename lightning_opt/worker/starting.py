@@ -1,7 +1,8 @@
-"""Starting processes that train, and killing them with all that they have started.
+"""Starting processes that train, and killing them with all the processes that they have started.
 
 Importing torch and Lightning takes seconds of CPU in each new interpreter, more than many
-measurements. On Linux the standard library's fork server imports them once, and forks from there.
+measurements. On Linux without CUDA, the standard library's fork server imports them once and forks
+from there: a run then starts in 0.2 s, in place of 5.
 """
 
 from __future__ import annotations
@@ -27,31 +28,33 @@ RANK_VARIABLES = (
     "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
     "RANK", "WORLD_SIZE",
 )  # fmt: skip
-"""Environment variables of a rank, removed because the new training is not a rank of this one."""
+"""Environment variables of a distributed run. They are removed, because the new run is not part of
+the one that starts it."""
 
 CLUSTER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
 """Prefixes of further such variables."""
 
-EARLY_PREFIXES = (
+STARTUP_PREFIXES = (
     "CUDA", "GOMP", "KMP", "LD_", "MALLOC", "MKL", "NUM", "NVIDIA", "OMP", "OPENBLAS", "PYTHON",
     "PYTORCH", "TORCH",
 )  # fmt: skip
-"""Prefixes of variables that Python, libraries or torch may read only when they start."""
+"""Prefixes of variables that Python or a library may read only when it starts. A fork of a server
+that was started with other values would ignore them."""
 
 _lock = threading.Lock()
-_environment_of_server: dict[str, str] = {}
+_startup_variables_of_server: dict[str, str] = {}
 
 
-def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
-    """Start a process that is not a rank and has never used CUDA.
+def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
+    """Start a process that is no rank of a distributed run and has never used CUDA.
 
     Args:
-        run: A function of a module, called in the process with its end of a connection, a
-            :class:`Place` to enter, and the arguments.
+        function: A function of a module. In the process it is called with a connection, the
+            :class:`Surroundings` to apply, and the arguments.
         *arguments: Further arguments of the function; they are pickled.
 
     Returns:
-        The process, and this end of the connection.
+        The process, and the other end of the connection.
     """
     path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109 - as Python writes it
     environment = {
@@ -60,14 +63,15 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
         if name not in RANK_VARIABLES and not name.startswith(CLUSTER_PREFIXES)
     }
     environment["PYTHONPATH"] = os.pathsep.join(path)
-    place = Place(environment, os.getcwd(), multiprocessing.get_start_method(allow_none=True))  # noqa: PTH109
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    surroundings = Surroundings(environment, os.getcwd(), start_method)  # noqa: PTH109
     with _lock, mock.patch.dict(os.environ, environment, clear=True), _without_main_script():
-        context = _context(environment, run.__module__)
-        get_temp_dir()  # else each process creates one that remains after a kill
-        with ctrl_c_held():
+        context = _context(environment, function.__module__)
+        get_temp_dir()  # otherwise each process creates one, which a kill would leave behind
+        with defer_ctrl_c():
             ours, theirs = context.Pipe()
             with theirs:
-                process = context.Process(target=run, args=(theirs, place, *arguments))
+                process = context.Process(target=function, args=(theirs, surroundings, *arguments))
                 process.start()
     return process, ours
 
@@ -75,34 +79,36 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
 def _context(environment: dict[str, str], module: str) -> Any:
     """Return the fork server's context if its forks behave like new processes, else spawn's."""
     if sys.platform == "linux" and not torch.cuda.is_available():
-        early = {n: value for n, value in environment.items() if n.startswith(EARLY_PREFIXES)}
-        if _environment_of_server in ({}, early):
+        read_at_start = {
+            name: value for name, value in environment.items() if name.startswith(STARTUP_PREFIXES)
+        }
+        if _startup_variables_of_server in ({}, read_at_start):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([module])
-            if not _environment_of_server:
+            if not _startup_variables_of_server:
                 _launch_server(context)
-                _environment_of_server.update(early)
+                _startup_variables_of_server.update(read_at_start)
             return context
     return multiprocessing.get_context("spawn")
 
 
 def _launch_server(context: Any) -> None:
+    """Start the fork server, and wait until it has imported everything."""
     import psutil
 
     here = psutil.Process()
-    resource_tracker.ensure_running()  # unblocks Ctrl-C when it starts
+    resource_tracker.ensure_running()  # it unblocks Ctrl-C when it starts, so before the server
     before = here.children()
-    with ctrl_c_held():
+    with defer_ctrl_c():
         forkserver.ensure_running()
     for server in set(here.children()) - set(before):
-        # Without this it would end seconds after this process.
-        Finalize(None, server.kill, exitpriority=-1)
-    context.Process(target=os.getpid).start()
+        Finalize(None, server.kill, exitpriority=-1)  # by itself it ends seconds later
+    context.Process(target=os.getpid).start()  # returns when the server answers
 
 
 @contextlib.contextmanager
-def ctrl_c_held() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the context, when new files and processes have an owner.
+def defer_ctrl_c() -> Iterator[None]:
+    """Handle Ctrl-C at the end of the context, so that new files and processes have an owner.
 
     A terminal sends Ctrl-C to all processes. The signal is also blocked, so that processes started
     here inherit the mask and do not receive it.
@@ -110,7 +116,7 @@ def ctrl_c_held() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
     deferred: list[Any] = []
-    if in_main_thread and callable(handler):  # the handler runs here, whichever thread is signalled
+    if in_main_thread and callable(handler):  # another thread may receive the signal
         signal.signal(signal.SIGINT, lambda *call: deferred.append(call))
     can_block = hasattr(signal, "pthread_sigmask")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else ()
@@ -127,7 +133,7 @@ def ctrl_c_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_main_script() -> Iterator[None]:
-    """Keep multiprocessing from running the user's script again, which may lack the usual guard."""
+    """Keep multiprocessing from running the user's script again, which may lack a main guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -136,17 +142,17 @@ def _without_main_script() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-class Place(NamedTuple):
-    """Environment variables, working directory and start method of a new process."""
+class Surroundings(NamedTuple):
+    """The environment variables, working directory and start method of a new process."""
 
     environment: dict[str, str]
     folder: str
     start_method: str | None
 
-    def enter(self, log: str) -> None:
+    def apply(self, log: str) -> None:
         """Make this process independent of its parent, and redirect its output into a file."""
-        _print_into(os.devnull, 0, 1, 2)  # in case the log's folder is gone already
-        _print_into(log, 1, 2)
+        _redirect_output(os.devnull, 0, 1, 2)  # in case the log's folder is gone already
+        _redirect_output(log, 1, 2)
         if hasattr(os, "setsid"):
             os.setsid()
         if hasattr(signal, "pthread_sigmask"):
@@ -160,7 +166,7 @@ class Place(NamedTuple):
         _shift_allocations()
 
 
-def _print_into(path: str, *descriptors: int) -> None:
+def _redirect_output(path: str, *descriptors: int) -> None:
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     for descriptor in descriptors:
         os.dup2(opened, descriptor)
@@ -172,8 +178,8 @@ _PADDING: list[Any] = []
 def _shift_allocations() -> None:
     """Shift all later allocations by a random distance.
 
-    Forks of one process would otherwise have the same addresses, whose place in the caches would
-    favour the same configuration in each of them.
+    All forks of one process use the same addresses. How these fall into the caches may favour one
+    configuration at every start.
     """
     _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
 
@@ -182,14 +188,13 @@ def kill_tree(pid: int) -> None:
     """Kill a process, the group that it leads, and its other descendants."""
     import psutil
 
-    descendants = []
+    family: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
-        descendants = psutil.Process(pid).children(recursive=True)  # some lead their own sessions
-    for process in descendants:
+        process = psutil.Process(pid)
+        family = [*process.children(recursive=True), process]  # some lead groups of their own
+    for member in family:
         with contextlib.suppress(psutil.Error):
-            process.kill()
-    if hasattr(os, "killpg"):
+            member.kill()
+    if hasattr(os, "killpg"):  # also those whose parent has ended
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(psutil.Error):
-        psutil.Process(pid).kill()  # it may not lead a group yet

@@ -22,7 +22,7 @@ from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.worker.child import LOG, PAYLOAD, train
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
-from lightning_opt.worker.starting import ctrl_c_held, kill_tree, start
+from lightning_opt.worker.starting import defer_ctrl_c, kill_tree, start_process
 
 __all__ = ["FitFailed", "Step", "TrainingProcess"]
 
@@ -55,8 +55,10 @@ class TrainingProcess:
     """A run by a Lightning Trainer in a fresh process that takes steps on request.
 
     Between two calls of :meth:`advance` the process waits and uses no CPU, so several processes can
-    take turns. It ends when :meth:`close` is called, when the ``with`` block ends, when this object
-    is deleted, or when the parent process ends in any way. Processes that it has started end too.
+    take turns. The constructor does not wait for the start; the first :meth:`advance` or
+    :attr:`summary` does. The process ends, with all processes that it has started, when
+    :meth:`close` is called, when the ``with`` block ends, when this object is deleted, or when the
+    parent process ends in any way.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
@@ -70,14 +72,12 @@ class TrainingProcess:
         seed: The random seed, set before the Trainer, the model, the data and the run are created,
             so that two runs start equal even if their settings draw random numbers.
         timeout: Maximum seconds for the start, and for each call of :meth:`advance`.
-        wait: Wait until the run is ready. False returns at once; the first :meth:`advance` or
-            :attr:`summary` waits.
 
     Attributes:
         steps: All steps so far.
+        timeout: As given; it can be changed.
 
     Raises:
-        FitFailed: If the run cannot start.
         TypeError: If model, data or settings are not factories.
         ValueError: If a path or number is invalid.
 
@@ -94,7 +94,6 @@ class TrainingProcess:
         *,
         seed: int = 0,
         timeout: float = 120.0,
-        wait: bool = True,
     ) -> None:
         recipe = {
             "model": check_factory("model", model),
@@ -106,7 +105,6 @@ class TrainingProcess:
         self._peak = 0
         self._summary: dict[str, Any] | None = None
         self._failure: FitFailed | None = None
-        self._asked_to_end = False
         payload = {
             "path": [entry or str(Path.cwd()) for entry in sys.path],
             "threads": torch.get_num_threads(),
@@ -115,17 +113,15 @@ class TrainingProcess:
         }
         self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))
         try:
-            with ctrl_c_held():
+            with defer_ctrl_c():
                 (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
-            self._process, self._connection = start(train, str(self._folder))
+            self._process, self._connection = start_process(train, str(self._folder))
         except BaseException:  # Ctrl-C too
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         # The priority runs it before multiprocessing waits for all processes at exit.
         resources = (self._process, self._connection, self._folder)
         self._finalizer = Finalize(self, _end, args=resources, exitpriority=1)
-        if wait:
-            self._wait_until_ready()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -148,29 +144,23 @@ class TrainingProcess:
     def closed(self) -> bool:
         return not self._finalizer.still_active()
 
-    def advance(self, steps: int, *, timeout: float | None = None) -> list[Step]:
+    def advance(self, steps: int) -> list[Step]:
         """Take steps and return them.
 
         A step is one batch: with accumulated gradients, only some steps update the weights.
 
         Args:
             steps: The number of steps, at least 1.
-            timeout: Maximum seconds for this call; by default the constructor's ``timeout``.
 
         Raises:
-            FitFailed: If the run fails or ends too early; later calls raise it again.
+            FitFailed: If the run cannot start, fails or ends too early; later calls raise it again.
             RuntimeError: If the process was closed.
         """
         check_at_least("steps", steps, 1)
         self._wait_until_ready()
         self._send(steps)
-        message = self._receive(
-            self.timeout if timeout is None else check_positive("timeout", timeout)
-        )
-        taken: list[Step] = []
-        if message[0] == "steps":
-            taken = [Step(*step) for step in message[1]]
-            self._peak = message[2]
+        _, taken_steps, self._peak = self._receive()
+        taken = [Step(*step) for step in taken_steps]
         self.steps += taken
         if len(taken) < steps:
             self._fail(
@@ -192,9 +182,8 @@ class TrainingProcess:
 
     def ask_to_end(self) -> None:
         """Ask the run to end without waiting. Use it before closing several processes."""
-        if not self.closed and not self._asked_to_end:
+        if not self.closed:
             self._send(0)
-            self._asked_to_end = True
 
     def __enter__(self) -> TrainingProcess:
         return self
@@ -210,7 +199,7 @@ class TrainingProcess:
         if self._summary is not None:
             return
         try:
-            message = self._receive(self.timeout)
+            message = self._receive()
         except BaseException:  # Ctrl-C too
             self._finalizer()
             raise
@@ -222,8 +211,8 @@ class TrainingProcess:
         with contextlib.suppress(OSError):  # the process has died, which `_receive` reports
             self._connection.send(steps)
 
-    def _receive(self, timeout: float) -> Any:
-        deadline = time.monotonic() + timeout
+    def _receive(self) -> Any:
+        deadline = time.monotonic() + self.timeout
         while not self._connection.poll(max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))):
             if not self._process.is_alive():
                 assert self._process.pid is not None
@@ -232,7 +221,7 @@ class TrainingProcess:
             if time.monotonic() > deadline:
                 self._fail(
                     "timeout",
-                    f"The run did not respond within {timeout:g} s.",
+                    f"The run did not respond within {self.timeout:g} s.",
                     self._log_with_stacks(),
                 )
         try:
@@ -248,7 +237,7 @@ class TrainingProcess:
         if hasattr(signal, "SIGUSR1"):
             assert self._process.pid is not None
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGUSR1)
+                os.kill(self._process.pid, signal.SIGUSR1)  # on which it writes its stacks
             time.sleep(0.2)
         return self._log()
 

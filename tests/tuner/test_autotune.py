@@ -1,13 +1,5 @@
 """The tuner with real trainings in their own processes."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +8,6 @@ import lightning_opt as lo
 from lightning_opt.tuner.autotune import parse_budget
 from tests.tuner.subjects import added
 
-ROOT = Path(__file__).parents[2]
 MODEL, DATA = "tests.tuner.subjects:Sleeper", "tests.tuner.subjects:batches"
 BASE = {"accelerator": "cpu", "devices": 1}
 
@@ -67,23 +58,6 @@ def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
     assert "Failed (error): raises" in explanation
 
 
-def tune(journal: Path) -> lo.TuneResult:
-    own = {f"share {number}": added("Faster", share=number / 10) for number in (9, 8, 3)}
-    return lo.autotune(MODEL, DATA, budget="2m", candidates=[own], base=BASE, journal=journal)
-
-
-def lines_of(journal: Path) -> list[dict[str, Any]]:
-    """Return the complete records."""
-    lines = journal.read_text().splitlines() if journal.exists() else []
-    return [json.loads(line)["record"] for line in lines if line.endswith("}}")]
-
-
-def wait_for_records(journal: Path, count: int) -> None:
-    deadline = time.monotonic() + 200
-    while len(lines_of(journal)) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_budget_starts_after_the_baseline() -> None:
     candidates = [{"less sleep": CANDIDATES["less sleep"]}]
@@ -95,46 +69,6 @@ def test_budget_starts_after_the_baseline() -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_interrupted_searches_continue_from_the_journal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    journal = tmp_path / "tune.jsonl"
-    script = f"from tests.tuner.test_autotune import Path, tune; tune(Path({str(journal)!r}))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", script], env=environment) as process:
-        wait_for_records(journal, 2)
-        process.kill()
-    killed = lines_of(journal)
-    assert [line["kind"] for line in killed] == ["baseline", "trial"]
-
-    def interrupt() -> None:
-        wait_for_records(journal, len(killed) + 1)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    capsys.readouterr()
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            tune(journal)
-    finally:
-        signal.signal(signal.SIGINT, usual)
-    said = capsys.readouterr().err
-    assert f"has {len(killed)} records; continuing from there." in said
-    assert f"The same call continues from {journal}." in said
-    assert "Interrupted" not in said, "whoever catches it says so"
-    assert "share 9: " in said
-    assert "from the journal" in said
-
-    result = tune(journal)
-    done = lines_of(journal)
-    assert done[: len(killed)] == killed, "what was there stays as it was"
-    tried = [tuple(line["trial"]["switches"]) for line in done if line["kind"] == "trial"]
-    assert tried == [("share 9",), ("share 8",), ("share 3",)], "each once"
-    assert result.switches == ("share 3",)
-
-
-@pytest.mark.slow
 def test_budget_shorter_than_a_start_allows_one_trial() -> None:
     result = lo.autotune(
         MODEL, DATA, budget=0.5, base=BASE, candidates=[{"less sleep": added("Faster")}]
@@ -143,7 +77,7 @@ def test_budget_shorter_than_a_start_allows_one_trial() -> None:
 
 
 @pytest.mark.slow
-def test_largest_batch_is_found_and_user_limits_do_not_end_a_trial(tmp_path: Path) -> None:
+def test_largest_batch_is_found_and_user_limits_do_not_end_a_trial() -> None:
     """The largest batch is the whole data set; `max_epochs` of the base does not end a trial."""
     result = lo.autotune(
         MODEL, DATA, objective="batch", budget="1m", base={**BASE, "max_epochs": 1},

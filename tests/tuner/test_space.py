@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor, Timer
 
 import lightning_opt as lo
 from lightning_opt.tuner.facts import Facts
-from lightning_opt.tuner.space import Space, built_in, is_written, join
-from lightning_opt.worker.recipes import plain
+from lightning_opt.tuner.space import Space, built_in_switches, is_serializable, join
+from lightning_opt.worker.recipes import as_mapping
 
 ACCOUNT = {"waiting for data": 0.2, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
 NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, seconds_by_group=ACCOUNT)
@@ -58,7 +58,7 @@ def test_reason_of_a_left_out_switch(facts: Facts, gone: str, reason: str) -> No
 
 def test_no_switch_has_an_automatic_policy() -> None:
     """Trials of the same switch must measure the same."""
-    for switch in built_in(NET):
+    for switch in built_in_switches(NET):
         for callback in switch.settings.get("callbacks", ()):
             made = getattr(lo, callback["class_path"].rpartition(".")[2])
             call = inspect.signature(made).bind(**callback.get("init_args", {}))
@@ -102,7 +102,7 @@ def test_memory_objective_has_its_own_switches() -> None:
     assert "channels_last" not in small
     space = Space("memory", NET)
     part = space.switches["half_batches"].settings
-    assert plain(part)["callbacks"][0]["init_args"] == {"size": 16}
+    assert as_mapping(part)["callbacks"][0]["init_args"] == {"size": 16}
     manual = Space("memory", Facts(automatic_optimization=False, samples=8))
     assert "use micro_batches" in manual.left_out["half_batches"]
 
@@ -112,11 +112,11 @@ def test_every_switch_can_be_created() -> None:
         NET,
         Facts(device="cuda", why_no_bf16="old", samples=8, blocks=2, convolutions=1),
     ):
-        for switch in built_in(facts):
-            for callback in plain(switch.settings).get("callbacks", []):
+        for switch in built_in_switches(facts):
+            for callback in as_mapping(switch.settings).get("callbacks", []):
                 made = getattr(lo, callback["class_path"].rpartition(".")[2])
                 assert made(**callback.get("init_args", {}))
-            assert is_written(plain(switch.settings))
+            assert is_serializable(as_mapping(switch.settings))
             assert switch.about
 
 
@@ -170,17 +170,6 @@ def test_incompatible_switches_are_not_allowed() -> None:
     assert not Space("memory", NET, [timed]).allows("ab")
 
 
-def test_interacting_kinds() -> None:
-    space = Space("memory", NET, {"own": {"benchmark": True}})
-    assert space.interacts("compile", "checkpointing")
-    assert space.interacts("checkpointing", "half_batches")
-    assert space.interacts("bf16", "fused")
-    assert space.interacts("own", "fused")
-    assert not space.interacts("fused", "half_batches")
-    threads = next(name for name in Space("throughput", NET).switches if "thread" in name)
-    assert Space("throughput", NET).interacts("compile", threads)
-
-
 def test_settings_are_joined_in_order() -> None:
     base = {"accelerator": "cpu", "callbacks": LearningRateMonitor()}
     space = Space("memory", NET, base=base)
@@ -191,8 +180,8 @@ def test_settings_are_joined_in_order() -> None:
     assert isinstance(monitor, LearningRateMonitor)
     assert compiled == {"class_path": "lightning_opt.CompileModel"}
     assert last == "last"
-    assert not space.is_written([])
-    assert Space("memory", NET).is_written(["compile"])
+    assert not space.is_serializable([])
+    assert Space("memory", NET).is_serializable(["compile"])
 
 
 def test_function_settings_are_called_each_time() -> None:
@@ -200,7 +189,7 @@ def test_function_settings_are_called_each_time() -> None:
     made = space.settings(["own"])
     assert callable(made)
     assert made()["callbacks"][0] is not made()["callbacks"][0]
-    assert not space.is_written(["own"])
+    assert not space.is_serializable(["own"])
 
 
 def test_values_replace_and_lists_concatenate() -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.worker import gate, starting
-from lightning_opt.worker.gate import StepGate
+from lightning_opt.worker.gate import Step, StepGate
 
 
 def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch
     assert starting._context(dict(os.environ), "json").get_start_method() == "spawn"
 
 
-def wait_for_eof(end: connection.Connection, place: starting.Place) -> None:
+def wait_for_eof(end: connection.Connection, surroundings: starting.Surroundings) -> None:
     with end, pytest.raises(EOFError):
         end.recv()
 
@@ -44,13 +44,13 @@ def test_ctrl_c_during_a_start_closes_the_pipe(monkeypatch: pytest.MonkeyPatch) 
         return ends[0], ends[1]
 
     original_pipe = connection.Pipe
-    starting.start(wait_for_eof)[0].join()  # the server has started
+    starting.start_process(wait_for_eof)[0].join()  # the server has started
     monkeypatch.setattr(connection, "Pipe", pipe)
     threading.Thread(target=sender, daemon=True).start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            starting.start(wait_for_eof)
+            starting.start_process(wait_for_eof)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -82,7 +82,7 @@ def test_ranks_pause_in_a_gloo_broadcast(
     monkeypatch.setattr(gate, "dist", distributed)
     monkeypatch.setattr(gate, "wait_for", lambda device: None)
     monkeypatch.setattr(gate, "StepClock", lambda device: StepClock(torch.device("cpu")))
-    held = StepGate(lambda trainer: None, lambda: 99, lambda steps: None)
+    held = StepGate(lambda trainer, steps: 99)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 1))
     trainer: Any = SimpleNamespace(world_size=2, is_global_zero=False, strategy=strategy)
     held.on_train_start(trainer, None)  # type: ignore[arg-type]
@@ -99,11 +99,11 @@ def test_openmp_threads_stop_spinning_before_the_steps_are_delivered(
     monkeypatch.setattr(gate, "wait_for", lambda device: None)
     monkeypatch.setattr(gate, "StepClock", lambda device: StepClock(torch.device("cpu")))
 
-    def wait() -> int:
-        done.append("wait")
+    def exchange(trainer: Any, steps: list[Step]) -> int:
+        done.append(f"{len(steps)} steps")
         return 1
 
-    held = StepGate(lambda trainer: None, wait, lambda steps: done.append(f"{len(steps)} steps"))
+    held = StepGate(exchange)
     strategy = SimpleNamespace(root_device=torch.device(device))
     trainer: Any = SimpleNamespace(
         world_size=1,
@@ -114,7 +114,7 @@ def test_openmp_threads_stop_spinning_before_the_steps_are_delivered(
     )
     held.on_train_start(trainer, None)  # type: ignore[arg-type]
     held.on_train_batch_end(trainer, None, torch.tensor(1.0), torch.ones(2), 0)  # type: ignore[arg-type]
-    assert done == ["wait", *rests, "1 steps", "wait"]
+    assert done == ["0 steps", *rests, "1 steps"]
 
 
 class Cpus:
@@ -152,7 +152,7 @@ def test_every_step_starts_on_the_same_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     moved: list[str] = []
     monkeypatch.setattr(gate, "start_on_first_cpu", lambda trainer: moved.append("moved"))
     granted = iter([2, 2, 0])
-    held = StepGate(lambda trainer: None, lambda: next(granted), lambda steps: None)
+    held = StepGate(lambda trainer, steps: next(granted))
     data = BoringModel().train_dataloader
     gate.run(BoringModel, data, {"accelerator": "cpu"}, held, 0, lambda device: None)
     assert moved == ["moved"] * 4  # before the model is made, and after all steps but the last

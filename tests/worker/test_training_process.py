@@ -242,8 +242,9 @@ def test_failure_has_a_kind_and_a_sentence(what, kind, message):
 def test_timeout_reports_the_stack():
     with TrainingProcess(Net, rows, lambda: mishap("hangs"), timeout=60) as fit:
         pid = fit.summary["pid"]
+        fit.timeout = 1
         with pytest.raises(FitFailed, match=r"did not respond within 1 s") as failure:
-            fit.advance(3, timeout=1)
+            fit.advance(3)
         assert failure.value.kind == "timeout"
         assert "in hangs" in failure.value.details
         assert gone(pid)
@@ -266,8 +267,11 @@ def broken() -> Net:
     ],
 )
 def test_start_failure_names_the_reason(model, data, settings, message):
-    with pytest.raises(FitFailed, match=message) as failure:
-        TrainingProcess(model, data, settings)
+    with (
+        TrainingProcess(model, data, settings) as fit,
+        pytest.raises(FitFailed, match=message) as failure,
+    ):
+        fit.advance(1)
     assert failure.value.kind == "setup"
 
 

@@ -1,0 +1,175 @@
+"""Trials: the processes of a configuration and of the baseline take turns."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+
+from lightning_opt.tuner.baseline import (
+    MAX_STEPS_PER_BLOCK,
+    Baseline,
+    BaselineFailed,
+    Run,
+    StartRun,
+)
+from lightning_opt.tuner.numerics import judge
+from lightning_opt.tuner.probe import COMPARED_UPDATES
+from lightning_opt.tuner.trial import Objective, Switches, Trial
+from lightning_opt.worker.training_process import FitFailed
+
+MIN_ROUNDS, MAX_ROUNDS = 4, 14
+"""Rounds of a trial; one that starts slowly may take more."""
+
+PRECISE = 0.02
+"""A trial ends when the half-width of its interval is below this share of its ratio."""
+
+CLEAR = 0.2
+"""A trial also ends when the half-width is below this share of the ratio's distance from 1."""
+
+TURN_SECONDS = 0.05
+"""Duration of a turn on a CPU without workers. In equal time, turns of 150 ms have more than twice
+the noise, because the system favours one of two processes for periods shorter than that."""
+
+
+class Trials:
+    """Tries configurations against a baseline that has been measured.
+
+    Args:
+        start: Starts the process of a configuration.
+        baseline: The baseline; its process takes turns with those of the trials, if both fit in
+            memory.
+        objective: Scores the trials.
+        deadline: The time (``time.monotonic()``) at which trials end.
+    """
+
+    def __init__(
+        self, start: StartRun, baseline: Baseline, objective: Objective, deadline: float = math.inf
+    ) -> None:
+        self._start, self.baseline, self.objective = start, baseline, objective
+        self.deadline = deadline
+        self._one_at_a_time = False
+
+    def measure(self, switches: Switches) -> Trial:
+        """Try a configuration beside the baseline; alone if memory does not suffice for both.
+
+        Raises:
+            BaselineFailed: If the baseline fails for another reason than memory.
+            TimeIsUp: If the deadline passes before the first round.
+        """
+        if not self._one_at_a_time:
+            try:
+                self.baseline.ensure_running()
+                trial = self._try(switches)
+            except BaselineFailed as failure:
+                if failure.kind not in ("out of memory", "died"):
+                    raise
+                trial = Trial(switches, "out of memory")
+            if trial.verdict != "out of memory":
+                return trial
+        self.baseline.close()
+        trial = self._try(switches)
+        self._one_at_a_time |= not trial.failed
+        return trial
+
+    def _try(self, switches: Switches) -> Trial:
+        trial, run = Trial(switches, pairs_by_start=[[]]), None
+        try:
+            run = self._start(switches, "")
+            self._time(trial, run)
+            trial.losses, trial.peak = run.losses, run.peak
+            self._judge(trial, run)
+        except BaselineFailed:
+            raise
+        except FitFailed as failure:
+            trial.verdict, trial.why = failure.kind, failure.message
+            trial.details = failure.details[-4000:]
+        finally:
+            if run is not None:
+                run.close()
+        return trial
+
+    def _time(self, trial: Trial, run: Run) -> None:
+        # A trial may start for twice as long as the baseline, even if less of the budget is left.
+        deadline = max(self.deadline, time.monotonic() + 2 * self.baseline.startup)
+        (first,) = run.advance(1, deadline)
+        if not self._is_too_slow(trial, run, deadline):
+            # The updates whose gradients are compared precede all timed steps.
+            run.advance(max(1, COMPARED_UPDATES - len(run.losses)), deadline)
+            self._take_turns(trial, run, deadline, first)
+            trial.startup = max(0.0, first - (trial.seconds or 0.0))
+
+    def _is_too_slow(self, trial: Trial, run: Run, deadline: float) -> bool:
+        """Take some steps, and stop a run that is far slower than the baseline."""
+        # The whole machine may be slow now.
+        turn_seconds = self.baseline.take_turn(self._turn_steps(run))
+        reference = max(self.baseline.step_seconds, turn_seconds)
+        seconds: list[float] = []
+        # The second step may compile again, and short steps are slow at first.
+        while len(seconds) < 4 or math.fsum(seconds) < self.baseline.block_seconds:
+            seconds += run.advance(1, deadline)
+            if min(seconds) <= self.objective.give_up_ratio * reference:
+                return False
+        trial.verdict, trial.why = "too slow", f"stopped after {len(run.losses)} steps"
+        trial.ratio, trial.seconds = min(seconds) / reference, min(seconds)
+        return True
+
+    def _take_turns(self, trial: Trial, run: Run, deadline: float, startup: float) -> None:
+        """Alternate between the baseline and a run until their ratio is known."""
+        started, steps = time.monotonic(), self._turn_steps(run)
+        turns = range(max(1, self.baseline.steps_per_block // steps))
+        for rounds in itertools.count():
+            now = time.monotonic()
+            # A run that starts slowly is timed for longer, as another start would take as long.
+            enough = rounds >= MAX_ROUNDS and now - started > startup / 2
+            if rounds >= 2 and (now > self.deadline or enough or _is_decided(trial, rounds)):
+                return
+            # A turn of a faster run has more steps, because workers deliver batches in bursts.
+            own_steps = round(steps / (trial.ratio or 1.0))
+            own_steps = max(steps, min(MAX_STEPS_PER_BLOCK, own_steps))
+            pairs = [
+                (
+                    self.baseline.take_turn(steps),
+                    statistics.fmean(run.advance(own_steps, deadline)),
+                )
+                for _ in turns
+            ]
+            baseline_seconds, seconds = map(statistics.fmean, zip(*pairs, strict=True))
+            trial.pairs_by_start[0].append((baseline_seconds, seconds))
+            trial.set_times()
+
+    def _turn_steps(self, run: Run) -> int:
+        """Return the steps of a turn: a whole block where shorter turns are biased.
+
+        The end of a turn synchronizes with a GPU, and workers of loaders pause between turns.
+        """
+        block, facts = self.baseline.steps_per_block, run.observations.facts
+        if facts.device != "cpu" or facts.workers:
+            return block
+        return min(block, max(1, round(TURN_SECONDS / self.baseline.step_seconds)))
+
+    def _judge(self, trial: Trial, run: Run) -> None:
+        reference, limit = self.baseline.peak_after(len(trial.losses)), self.objective.max_slowdown
+        trial.peak_ratio = (trial.peak or 0) / reference if reference else None
+        if trial.verdict == "too slow":
+            return
+        if self.objective.name != "throughput" and (trial.ratio or 0.0) > limit:
+            trial.verdict = "too slow"
+            trial.why = f"more than {limit:g} times the baseline's time"
+        elif not self.objective.may_gain(trial):
+            trial.verdict = "no gain"
+        else:
+            observations = run.observations
+            run.close()  # a reference run may need its memory
+            trial.agreement, why = judge(
+                observations, self.baseline.observations, self.baseline.reference_run
+            )
+            if why:
+                trial.verdict, trial.why = "rejected", why
+
+
+def _is_decided(trial: Trial, rounds: int) -> bool:
+    ratio, low, high = trial.interval
+    half_width = (high - low) / 2
+    return rounds >= MIN_ROUNDS and half_width < max(PRECISE * ratio, CLEAR * abs(1 - ratio))
