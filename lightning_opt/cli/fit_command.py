@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from typing import TYPE_CHECKING, Any
 
 from lightning_opt.cli.main import OK, UsageError, interrupt_gracefully
 from lightning_opt.cli.parsing import (
@@ -16,80 +13,90 @@ from lightning_opt.cli.parsing import (
     plain,
     preset_of,
 )
-from lightning_opt.cli.targets import Targets
+from lightning_opt.cli.targets import Targets, cli_of
 from lightning_opt.presets.preset import Chosen, join
+from lightning_opt.profiling.run_report.run_report import RunReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 DESCRIPTION = """\
 Trains as LightningCLI does, with a preset of lightning_opt. It has all of LightningCLI's options:
 --config, --model, --data, --trainer.*, --optimizer, --lr_scheduler, --ckpt_path to resume,
 --print_config. --trainer.* overrides the preset. The configuration saved next to the logs spells
-the preset out, and runs under any LightningCLI."""
+the preset out, and runs under any LightningCLI. The page report.html, also there, tells what
+happened."""
 
 USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
 
 EXAMPLES = """\
 examples:
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
-  lightning-opt fit train.py --preset ultra --without MicroBatching --trainer.precision bf16-mixed
+  lightning-opt fit config.yaml --preset ultra --without Runtime --trainer.precision bf16-mixed
   lightning-opt fit config.yaml --preset basic --trainer.deterministic true --seed_everything 1
   lightning-opt fit config.yaml --ckpt_path last.ckpt
-  lightning-opt fit train.py --preset basic --trainer.strategy ddp_topk --trainer.devices 2
+  lightning-opt fit config.yaml --preset basic --trainer.strategy ddp_topk --trainer.devices 2
 
 module:Class names a class in a module, file.py:Class one in a file. LightningCLI's own notation,
 package.module.Class, works too.
 """
 
 
-class Fit(LightningCLI):
-    """A LightningCLI with ``--preset`` and ``--without``, and only the subcommand ``fit``."""
+def fit_class(base: Any) -> Any:
+    class Fit(base):  # type: ignore[misc]
+        """A LightningCLI with ``--preset`` and ``--without``, and only the subcommand ``fit``."""
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the subcommand."""
-        return {"fit": LightningCLI.subcommands()["fit"]}
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            return {"fit": base.subcommands()["fit"]}
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the command line without LightningCLI's warning about ``sys.argv``."""
-        self.config = parser.parse_args(args)  # type: ignore[arg-type]
+        def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+            """Parse the command line without LightningCLI's warning about ``sys.argv``."""
+            self.config = parser.parse_args(args)  # type: ignore[arg-type]
 
-    def before_instantiate_classes(self) -> None:
-        """Let Ctrl-C stop the training gracefully from now on."""
-        interrupt_gracefully()
+        def before_instantiate_classes(self) -> None:
+            """Let Ctrl-C stop the training gracefully from now on."""
+            interrupt_gracefully()
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options."""
-        group = parser.add_argument_group("lightning_opt", "Presets:")
-        add_preset(group, None)
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            group = parser.add_argument_group("lightning_opt", "Presets:")
+            add_preset(group, None)
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create the Trainer with the preset's callbacks and arguments."""
-        config = self.config.fit
-        # Removed, because a plain LightningCLI that reads the saved configuration has neither.
-        name, without = config.pop("preset"), config.pop("without")
-        if name is None:
-            return super().instantiate_trainer(**kwargs)
-        preset = preset_of(name, without).for_model(self.model)
-        instances = self.config_init.fit.trainer
-        given = {name: instances[name] for name in given_arguments(config.trainer)}
-        callbacks = plain(config.trainer.callbacks) or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        for argument, value in join(preset.choose(**given), Chosen.to_config, callbacks).items():
-            config.trainer[argument] = value
-        return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            trainer = self._trainer_with_preset(**kwargs)
+            if not any(isinstance(callback, RunReport) for callback in trainer.callbacks):
+                trainer.callbacks.insert(0, RunReport())
+            return trainer
+
+        def _trainer_with_preset(self, **kwargs: Any) -> Any:
+            config = self.config.fit
+            # A plain LightningCLI that reads the saved configuration has neither.
+            name, without = config.pop("preset"), config.pop("without")
+            if name is None:
+                return super().instantiate_trainer(**kwargs)
+            preset = preset_of(name, without).for_model(self.model)
+            instances = self.config_init.fit.trainer
+            given = {name: instances[name] for name in given_arguments(config.trainer)}
+            callbacks = plain(config.trainer.callbacks) or []
+            callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+            chosen = join(preset.choose(**given), Chosen.to_config, callbacks)
+            for argument, value in chosen.items():
+                config.trainer[argument] = value
+            return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
+
+    return Fit
 
 
 def run_fit(argv: Sequence[str]) -> int:
-    """Run ``lightning-opt fit``."""
-    targets = Targets()
-    translated = targets.translate(argv)
+    targets = Targets(argv)
     if targets.functions:
         kind, target = next(iter(targets.functions.items()))
         raise UsageError(
             f"--{kind} {target} is a function, and fit needs a class, so that its arguments can be "
             f"given as --{kind}.<name>."
         )
-    Fit(
-        args=["fit", *translated],
+    fit_class(cli_of(targets.package).LightningCLI)(
+        args=["fit", *targets.argv],
         seed_everything_default=0,
         parser_kwargs={
             "prog": "lightning-opt",

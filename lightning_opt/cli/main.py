@@ -20,36 +20,27 @@ MISSING = 3
 INTERRUPTED = 130
 
 COMMANDS = {
-    "fit": "train as LightningCLI does, with a preset",
-    "presets": "list presets, explain one on this machine, write one as YAML",
-    "tune": "try optimisations on your model and data, and save the ones that pay",
-    "bench": "measure presets and configurations against plain Lightning",
-    "profile": "measure where the time of a step goes",
-    "doctor": "train some steps and report problems",
+    "fit": ("fit_command", "train as LightningCLI does, with a preset"),
+    "presets": ("presets_command", "list presets, explain one on this machine, write one as YAML"),
+    "tune": ("measured_runs", "try optimisations on your model and data, and save those that pay"),
+    "bench": ("measured_runs", "measure presets and configurations against plain Lightning"),
+    "profile": ("short_runs", "measure where the time of a step goes"),
+    "doctor": ("short_runs", "train some steps and report problems"),
 }
-
-FILES = {
-    "fit": "fit_command",
-    "presets": "presets_command",
-    "tune": "measured_runs",
-    "bench": "measured_runs",
-    "profile": "short_runs",
-    "doctor": "short_runs",
-}
+"""The file and the purpose of each command."""
 
 HELP = f"""usage: lightning-opt [-h] [--version] <command> ...
 
 Makes a LightningModule of yours train faster, in less memory and more safely.
 
 commands:
-{chr(10).join(f"  {name:9}{text}" for name, text in COMMANDS.items())}
+{chr(10).join(f"  {name:9}{purpose}" for name, (_, purpose) in COMMANDS.items())}
 
-A model is module:Class, path/to/file.py:Class, path/to/file.py if there is only one in it, or a
-configuration of LightningCLI:
+A model is module:Class, path/to/file.py:Class or a configuration of LightningCLI:
 
   lightning-opt presets advanced
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
-  lightning-opt tune train.py --budget 2m --out tuned
+  lightning-opt tune train.py:Model --data train.py:Data --budget 2m --out tuned
   lightning-opt fit --config config.yaml --config tuned/trainer.yaml
 
 lightning-opt <command> --help lists options. --debug, anywhere, shows the traceback of an error.
@@ -147,7 +138,7 @@ def _dispatch(argv: list[str]) -> int:
             "pip install 'lightning-opt[cli]'.\n"
         )
         return MISSING
-    command = importlib.import_module(f"lightning_opt.cli.{FILES[name]}")
+    command = importlib.import_module(f"lightning_opt.cli.{COMMANDS[name][0]}")
     return int(getattr(command, f"run_{name}")(argv[1:]))
 
 

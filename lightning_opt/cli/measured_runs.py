@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.main import FAILED, OK, UsageError
 from lightning_opt.cli.parsing import (
     Job,
     add_options,
     add_preset,
-    folder_of,
     given_arguments,
     list_of_presets,
     make_parser,
@@ -23,16 +21,20 @@ from lightning_opt.cli.parsing import (
     parse_job,
     settings_of,
 )
+from lightning_opt.cli.targets import Targets
 from lightning_opt.profiling.comparing.compare import compare
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningArgumentParser
 
 TUNE = """\
 Tries optimisations on your model and data, each in a process of its own, alternating with your
 unmodified baseline. Combines those that pay, rejects those that change what the model learns, and
 writes the result as Python, YAML and JSON, with a table of every trial. The result may be to change
-nothing. After an interruption, the same command continues where it stopped."""
+nothing."""
 
 TUNE_EXAMPLES = """\
-  lightning-opt tune train.py --budget 2m
+  lightning-opt tune train.py:Model --data train.py:Data --budget 2m
   lightning-opt tune my_project:Model --data my_project:Data --objective memory --out tuned
   lightning-opt tune config.yaml --preset basic --candidates bf16,compile
   lightning-opt fit config.yaml --config tuned/trainer.yaml
@@ -44,18 +46,18 @@ alternating every few steps, and reports differences in time, memory and loss, w
 intervals. The first is plain Lightning with your --trainer arguments."""
 
 BENCH_EXAMPLES = """\
-  lightning-opt bench train.py
+  lightning-opt bench train.py:Model --data train.py:Data
   lightning-opt bench my_project:Model --data my_project:Data --preset basic,advanced,ultra
-  lightning-opt bench train.py --preset advanced --without CompileModel --seconds 60
+  lightning-opt bench config.yaml --preset advanced --without CompileModel --seconds 60
   lightning-opt bench config.yaml --against tuned/trainer.yaml,other.yaml --out bench
 """
 
 
 def run_tune(argv: Sequence[str]) -> int:
-    """Run ``lightning-opt tune``."""
     from lightning_opt.tuner.autotune import autotune
 
-    parser = make_parser("tune", TUNE, TUNE_EXAMPLES)
+    targets = Targets(argv)
+    parser = make_parser("tune", TUNE, TUNE_EXAMPLES, targets.package)
     add_options(
         parser,
         ("--objective", str, "throughput", "NAME",
@@ -69,9 +71,10 @@ def run_tune(argv: Sequence[str]) -> int:
     )  # fmt: skip
     add_preset(parser, None)
     parser.add_argument("--quiet", action="store_true", help="Print no progress.")
-    job = parse_job(parser, argv)
+    job = parse_job(parser, targets)
     options = job.options
-    folder = folder_of(options.out)
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)  # fails before the search, not after it
     try:
         result = autotune(
             job.model,
@@ -80,7 +83,6 @@ def run_tune(argv: Sequence[str]) -> int:
             budget=options.budget,
             candidates=names_of(options.candidates) or None,
             base=settings_of(job, options.preset, options.without),
-            journal=folder / "journal.jsonl",
             max_slowdown=options.max_slowdown,
             timeout=options.timeout,
             progress=not options.quiet,
@@ -98,8 +100,8 @@ def run_tune(argv: Sequence[str]) -> int:
 
 
 def run_bench(argv: Sequence[str]) -> int:
-    """Run ``lightning-opt bench``."""
-    parser = make_parser("bench", BENCH, BENCH_EXAMPLES)
+    targets = Targets(argv)
+    parser = make_parser("bench", BENCH, BENCH_EXAMPLES, targets.package)
     add_options(
         parser,
         ("--preset", str | None, None, "NAMES",
@@ -114,9 +116,9 @@ def run_bench(argv: Sequence[str]) -> int:
         ("--starts", PositiveInt, 3, "", "Number of process starts of each run."),
         ("--out", str | None, None, "FOLDER", "Where to write the table and JSON."),
     )  # fmt: skip
-    job = parse_job(parser, argv)
+    job = parse_job(parser, targets)
     options = job.options
-    folder = folder_of(options.out) if options.out else None
+    folder = Path(options.out) if options.out else None
     result = compare(
         job.model,
         job.data,
@@ -129,6 +131,7 @@ def run_bench(argv: Sequence[str]) -> int:
     )
     result.report.print()
     if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(result.to_json() + "\n", encoding="utf-8")
         (folder / "bench.md").write_text(result.report.to_markdown() + "\n", encoding="utf-8")
         sys.stdout.write(f"Written to {folder}.\n")
@@ -136,11 +139,7 @@ def run_bench(argv: Sequence[str]) -> int:
 
 
 def _configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[str, Any]]:
-    """Return the Trainer arguments to compare, by name: plain Lightning, presets, files.
-
-    Raises:
-        UsageError: For an unknown preset or file.
-    """
+    """Return the Trainer arguments to compare, by name: plain Lightning, presets, files."""
     options = job.options
     configurations = {"plain": dict(job.trainer)}
     for name in names_of(options.preset or (None if options.against else "basic,advanced")):

@@ -6,9 +6,9 @@ import argparse
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jsonargparse import (  # type: ignore[attr-defined]
@@ -17,28 +17,31 @@ from jsonargparse import (  # type: ignore[attr-defined]
     DefaultHelpFormatter,
     Namespace,
 )
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
 from torch.optim import Optimizer
 
 from lightning_opt.cli.main import UsageError, interrupt_gracefully
-from lightning_opt.cli.targets import BASES, Recipe, Targets, no_data
+from lightning_opt.cli.targets import Recipe, Targets, cli_of, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
+from lightning_opt.trainer.lightning import DEFAULT, LightningModule
 from lightning_opt.worker.recipes import import_attribute
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.cli import LightningArgumentParser
 
 TARGETS = """\
 model and data:
-  module:Class, path/to/file.py:Class, or path/to/file.py if it has only one. A function without
-  arguments that returns the model works too; for data also one that returns a DataLoader. Arguments
-  of a class: --model.width 64. Without --data the model's own loaders are used. --config takes a
-  configuration of LightningCLI with all of this.
+  module:Class or path/to/file.py:Class. A function without arguments that returns the model works
+  too; for data also one that returns a DataLoader. Arguments of a class: --model.width 64. Without
+  --data the model's own loaders are used. --config takes a configuration of LightningCLI with all
+  of this.
 """
 
 
 log = logging.getLogger(__name__)
 
-DEFAULTS = inspect.signature(Trainer).parameters
+DEFAULTS = inspect.signature(DEFAULT.Trainer).parameters
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -63,12 +66,15 @@ class Job(NamedTuple):
     options: Namespace
 
 
-def make_parser(command: str, description: str, examples: str) -> LightningArgumentParser:
-    """Return a parser of everything that a configuration of LightningCLI has.
+def make_parser(
+    command: str, description: str, examples: str, package: ModuleType
+) -> LightningArgumentParser:
+    """Return a parser of everything that a configuration of the package's LightningCLI has.
 
     The help hides these options and shows only the command's own, which the caller adds.
     """
-    parser = LightningArgumentParser(
+    cli = cli_of(package)
+    parser: LightningArgumentParser = cli.LightningArgumentParser(
         prog=f"lightning-opt {command}",
         usage=f"lightning-opt {command} [options] [model | config.yaml] [--data data]",
         description=description,
@@ -76,11 +82,12 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
         formatter_class=HelpFormatter,
         exit_on_error=False,
     )
-    for kind, base in BASES.items():
+    bases = {"model": package.LightningModule, "data": package.LightningDataModule}
+    for kind, base in bases.items():
         parser.add_lightning_class_args(base, kind, subclass_mode=True, required=False)
-    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_lightning_class_args(package.Trainer, "trainer")
     parser.add_optimizer_args((Optimizer,))
-    parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+    parser.add_lr_scheduler_args(cli.LRSchedulerTypeTuple)
     parser.add_argument("--ckpt_path", default=None)
     parser.add_argument("--weights_only", default=None)
     hide_all(parser)
@@ -120,25 +127,15 @@ def add_preset(parser: Any, default: str | None) -> None:
     add_options(
         parser,
         ("--preset", str | None, default, "NAME", f"Preset to train with: {list_of_presets()}."),
-        (
-            "--without",
-            str | None,
-            None,
-            "NAMES",
-            "Comma-separated parts of the preset to leave out.",
-        ),
-    )
+        ("--without", str | None, None, "NAMES",
+         "Comma-separated parts of the preset to leave out."),
+    )  # fmt: skip
 
 
-def parse_job(parser: LightningArgumentParser, argv: Sequence[str]) -> Job:
-    """Parse the command line.
-
-    Raises:
-        UsageError: If there is no model.
-    """
-    targets = Targets()
+def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
+    """Parse the command line. Raise :class:`UsageError` if there is no model or no data."""
     try:
-        config = parser.parse_args(targets.translate(argv))
+        config = parser.parse_args(targets.argv)
     except ArgumentError as error:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
     optimizer = plain(config.pop("optimizer", None))
@@ -153,7 +150,7 @@ def parse_job(parser: LightningArgumentParser, argv: Sequence[str]) -> Job:
         )
     data = targets.recipe("data", plain(config.pop("data", None)))
     loader_hook = getattr(import_attribute(model.target), "train_dataloader", None)
-    if data is None and loader_hook is LightningModule.train_dataloader:
+    if data is None and loader_hook in [base.train_dataloader for base in LightningModule]:
         raise UsageError(
             f"{model} has no train_dataloader. Name its data, --data module:Class, or a "
             "function that returns a DataLoader."
@@ -194,11 +191,7 @@ def plain(value: Any) -> Any:
 
 
 def preset_of(name: str, without: str | None = None) -> Preset:
-    """Return a preset without the parts listed in ``without``, separated by commas.
-
-    Raises:
-        UsageError: For an unknown name.
-    """
+    """Return a preset without the parts listed in ``without``, separated by commas."""
     try:
         return preset(name, **dict.fromkeys(names_of(without)))
     except ValueError as error:
@@ -206,12 +199,10 @@ def preset_of(name: str, without: str | None = None) -> Preset:
 
 
 def names_of(listed: str | None) -> list[str]:
-    """Split a list of names at commas."""
     return [name.strip() for name in (listed or "").split(",") if name.strip()]
 
 
 def list_of_presets() -> str:
-    """Return the names of all presets as text."""
     return ", ".join(preset_names())
 
 
@@ -227,29 +218,12 @@ def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[
     return preset.to_dict(**{"logger": False, **job.trainer})
 
 
-def _without_weights(recipe: Recipe) -> LightningModule | None:
+def _without_weights(recipe: Recipe) -> pl.LightningModule | None:
     """Create the model on the meta device, without memory; return None if that fails."""
     try:
         with torch.device("meta"):
             model = recipe()
     except Exception as error:  # noqa: BLE001 - the constructor may need real weights
-        log.info(
-            "The preset ignores the model, which fails on the meta device: %s",
-            error,
-        )
+        log.info("The preset ignores the model, which fails on the meta device: %s", error)
         return None
     return model if isinstance(model, LightningModule) else None
-
-
-def folder_of(path: str) -> Path:
-    """Create a folder for results.
-
-    Raises:
-        UsageError: If it cannot be created.
-    """
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"The folder {path} cannot be created: {error.strerror}.") from error
-    return folder

@@ -5,40 +5,43 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch import seed_everything
-from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.cli.main import FAILED, OK, UsageError
 from lightning_opt.cli.parsing import (
     Job,
     add_preset,
-    folder_of,
     make_parser,
     parse_job,
     preset_of,
 )
+from lightning_opt.cli.targets import Targets
 from lightning_opt.data.pipeline.data_monitor import DataMonitor
 from lightning_opt.gradients.health.gradient_health import GradientHealth
 from lightning_opt.memory.leaks.leak_detector import LeakDetector
 from lightning_opt.memory.profiler.memory_profiler import MemoryProfiler
 from lightning_opt.profiling.doctor.doctor import Diagnosis, doctor
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
+from lightning_opt.profiling.run_report.run_report import RunReport
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
+from lightning_opt.trainer.lightning import package_of, seed_everything
 from lightning_opt.worker.gate import RUN_DEFAULTS, take_callbacks
 from lightning_opt.worker.recipes import instantiate
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 PROFILE = """\
 Trains some steps and reports where their time went, phase by phase: waiting for data, transfer,
 forward, backward, each callback, the optimizer, logging, Lightning's own loop."""
 
 PROFILE_EXAMPLES = """\
-  lightning-opt profile train.py
+  lightning-opt profile train.py:Model --data train.py:Data
   lightning-opt profile my_project:Model --data my_project:Data --steps 200 --out profile
   lightning-opt profile config.yaml --preset advanced --trainer.devices 2
-  lightning-opt profile train.py --trace 10 12 --out profile    (open in Perfetto)
+  lightning-opt profile config.yaml --trace 10 12 --out profile    (open in Perfetto)
 """
 
 DOCTOR = """\
@@ -47,15 +50,15 @@ checklist: does training wait for data, is there room in memory, are gradients h
 loss fall, can training resume after a crash, ... with advice where something can be improved."""
 
 DOCTOR_EXAMPLES = """\
-  lightning-opt doctor train.py
+  lightning-opt doctor train.py:Model --data train.py:Data
   lightning-opt doctor my_project:Model --data my_project:Data --steps 200
   lightning-opt doctor config.yaml --strict     (exit code 1 if there is a problem)
 """
 
 
 def run_profile(argv: Sequence[str]) -> int:
-    """Run ``lightning-opt profile``."""
-    parser = make_parser("profile", PROFILE, PROFILE_EXAMPLES)
+    targets = Targets(argv)
+    parser = make_parser("profile", PROFILE, PROFILE_EXAMPLES, targets.package)
     parser.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
     add_preset(parser, None)
     batches = "Batches, from 0, that torch's profiler records operator by operator."
@@ -63,53 +66,53 @@ def run_profile(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=str | None, metavar="FOLDER", help="Where to write table and trace."
     )
-    job = parse_job(parser, argv)
-    folder = folder_of(job.options.out) if job.options.out else None
+    job = parse_job(parser, targets)
+    folder = job.options.out
     profiler = StepProfiler(
         dirpath=folder,
         filename=None if folder is None else "profile",
-        log_every_n_steps=0,
+        log_every_n_steps=max(1, job.options.steps // 20),
         trace=job.options.trace,
         print_table=False,
     )
     trainer = _fit(job, profiler)
     if trainer.is_global_zero:
         profiler.report().print()
-        if folder is not None:
-            sys.stdout.write(f"Written to {folder}.\n")
+        sys.stdout.write(f"The table and the page report.html are in {folder or 'this folder'}.\n")
     return OK
 
 
 def run_doctor(argv: Sequence[str]) -> int:
-    """Run ``lightning-opt doctor``."""
-    parser = make_parser("doctor", DOCTOR, DOCTOR_EXAMPLES)
+    targets = Targets(argv)
+    parser = make_parser("doctor", DOCTOR, DOCTOR_EXAMPLES, targets.package)
     parser.add_argument("--steps", type=PositiveInt, default=100, help="Optimizer steps to train.")
     add_preset(parser, "basic")
     parser.add_argument("--strict", action="store_true", help="Exit with 1 if there is a problem.")
     parser.add_argument("--json", action="store_true", help="Write the answers as JSON.")
-    job = parse_job(parser, argv)
+    job = parse_job(parser, targets)
     steps = job.options.steps
     every = max(1, steps // 10)
     trainer = _fit(
         job,
-        StepProfiler(log_every_n_steps=0, print_table=False),
+        StepProfiler(log_every_n_steps=every, print_table=False),
         [
-            GradientHealth(every_n_steps=every, figure=None),
+            GradientHealth(every_n_steps=every),
             PerformanceMonitor(every_n_steps=every),
             DataMonitor(every_n_steps=every),
-            MemoryProfiler(every_n_steps=every, figure=None, file=None),
+            MemoryProfiler(every_n_steps=every, file=None),
             LeakDetector(every_n_steps=max(1, steps // 20), warmup_steps=steps // 5),
         ],
     )
     if not trainer.is_global_zero:
         return OK
     diagnosis = _without_own_effects(doctor(trainer), job)
-    answers = diagnosis.to_json() if job.options.json else diagnosis.to_text()
+    page = "Pictures and reports of this run are in report.html."
+    answers = diagnosis.to_json() if job.options.json else f"{diagnosis.to_text()}\n{page}"
     sys.stdout.write(answers + "\n")
     return FAILED if job.options.strict and diagnosis.topics("look") else OK
 
 
-def _fit(job: Job, profiler: Profiler, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
+def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
     """Train ``job.options.steps`` optimizer steps.
 
     Args:
@@ -127,16 +130,19 @@ def _fit(job: Job, profiler: Profiler, callbacks: Sequence[pl.Callback] = ()) ->
             )
     seed_everything(job.seed, workers=True, verbose=False)
     model, data = job.model(), job.data()
-    given = {name: instantiate(value) for name, value in job.trainer.items()}
+    package = package_of(model)
+    given = {name: instantiate(value, package) for name, value in job.trainer.items()}
     joined = take_callbacks(given)
     classes = {type(callback) for callback in joined}
-    joined += [callback for callback in callbacks if type(callback) not in classes]
+    added = (RunReport(), *callbacks)
+    joined += [callback for callback in added if type(callback) not in classes]
     fixed = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": joined}
-    arguments = {**RUN_DEFAULTS, **given, **fixed}
+    folder = {"default_root_dir": job.options.out} if getattr(job.options, "out", None) else {}
+    arguments = {**RUN_DEFAULTS, **folder, **given, **fixed}
     if job.options.preset:
         preset = preset_of(job.options.preset, job.options.without).for_model(model)
         arguments = preset.trainer_kwargs(**arguments)
-    trainer = pl.Trainer(**arguments)
+    trainer: pl.Trainer = package.Trainer(**arguments)
     trainer.fit(model, data)  # `data` may be a LightningDataModule
     return trainer
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
+from itertools import pairwise
 from pathlib import Path
 from types import MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-
 from lightning_opt.cli.main import UsageError
-from lightning_opt.worker.recipes import import_attribute, instantiate
+from lightning_opt.trainer.lightning import (
+    DEFAULT,
+    PACKAGES,
+    LightningDataModule,
+    LightningModule,
+    package_of,
+)
+from lightning_opt.worker.recipes import import_attribute, instantiate, package_behind
 
-BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+BASES: dict[str, tuple[type, ...]] = {"model": LightningModule, "data": LightningDataModule}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
 
 
@@ -39,12 +48,7 @@ class Recipe:
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        # The tuner does not continue a journal after the file has been edited.
-        self.version = _version(self.target)
-
     def __call__(self) -> Any:
-        """Create the object."""
         instance = import_attribute(self.target)(**instantiate(self.settings))
         if self.optimizer is not None:
             _set_optimizer(instance, self.optimizer, self.scheduler)
@@ -54,59 +58,50 @@ class Recipe:
         return self.target
 
 
-def _version(target: str) -> str:
-    try:
-        content = Path(inspect.getfile(import_attribute(target))).read_bytes()
-    except (OSError, TypeError):  # defined in an interpreter, or an extension module
-        return ""
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 def no_data() -> None:
     """Return None, for a model with its own loaders."""
 
 
 def _set_optimizer(
-    model: LightningModule, optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None
+    model: pl.LightningModule, optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None
 ) -> None:
     """Set the optimizer as LightningCLI does."""
-    from lightning.pytorch.cli import LightningCLI, instantiate_class
-
-    instance = instantiate_class((model.parameters(),), dict(optimizer))
-    lr_scheduler = instantiate_class((instance,), dict(scheduler)) if scheduler else None
-    configure = partial(
-        LightningCLI.configure_optimizers, optimizer=instance, lr_scheduler=lr_scheduler
-    )
-    update_wrapper(configure, LightningCLI.configure_optimizers)
+    cli = cli_of(package_of(model))
+    original = cli.LightningCLI.configure_optimizers
+    instance = cli.instantiate_class((model.parameters(),), dict(optimizer))
+    lr_scheduler = cli.instantiate_class((instance,), dict(scheduler)) if scheduler else None
+    configure = partial(original, optimizer=instance, lr_scheduler=lr_scheduler)
+    update_wrapper(configure, original)
     model.configure_optimizers = MethodType(configure, model)  # type: ignore[method-assign]
 
 
 class Targets:
     """Translates targets of the command line into import paths for LightningCLI.
 
+    A first argument ``file.py:Class`` becomes ``--model file.Class``; ``config.yaml`` becomes
+    ``--config config.yaml``.
+
     Attributes:
+        argv: The command line in LightningCLI's notation.
         functions: Targets that are functions instead of classes, by ``"model"`` and ``"data"``.
+        package: The package of Lightning that the model comes from.
+
+    Raises:
+        UsageError: For a target that does not exist.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         self.functions: dict[str, str] = {}
         self._places: dict[str, str] = {}
+        self.argv = self._translate(argv)
+        self.package = self._package()
 
-    def translate(self, argv: Sequence[str]) -> list[str]:
-        """Return the command line in LightningCLI's notation.
-
-        A first argument ``file.py:Class`` becomes ``--model file.Class``; ``config.yaml`` becomes
-        ``--config config.yaml``.
-
-        Raises:
-            UsageError: For a target that does not exist.
-        """
+    def _translate(self, argv: Sequence[str]) -> list[str]:
         argv = list(argv)
         if argv and not argv[0].startswith("-"):
             is_configuration = argv[0].lower().endswith(CONFIGURATIONS)
             argv.insert(0, "--config" if is_configuration else "--model")
         translated: list[str] = []
-        model_file: str | None = None
         arguments = iter(argv)
         for argument in arguments:
             option, equals, value = argument.partition("=")
@@ -116,15 +111,22 @@ class Targets:
             value = value if equals else next(arguments, "")
             if not value:
                 raise UsageError(f"{option} must be followed by module:Class or a path.")
-            if option == "--model" and value.endswith(".py"):
-                model_file = value
             translated += self._resolve(option, value)
-        if model_file is not None and "--data" not in translated:
-            datamodules = classes_of(find_module(model_file), LightningDataModule)
-            if len(datamodules) == 1:
-                name = datamodules[0].__qualname__
-                translated += self._resolve("--data", f"{model_file}:{name}")
         return translated
+
+    def _package(self) -> Any:
+        if "model" in self.functions:
+            return package_behind(self.functions["model"])
+        path = ""
+        for option, value in pairwise([*self.argv, ""]):
+            option, _, inline = option.partition("=")
+            if option in ("--model", "--config", "-c"):
+                path = _class_path(option, inline or value) or path
+        try:
+            module, _, name = path.rpartition(".")
+            return package_of(look_up(f"{module}:{name}"))
+        except (ImportError, UsageError, ValueError):
+            return DEFAULT  # the parser will explain
 
     def recipe(self, kind: str, entry: Any, **more: Any) -> Recipe | None:
         """Return a recipe for the entry ``"model"`` or ``"data"`` of the parsed configuration."""
@@ -139,12 +141,14 @@ class Targets:
 
     def _resolve(self, option: str, value: str) -> list[str]:
         """Return the option with an import path; nothing for a function, which is stored."""
-        kind = option.removeprefix("--")
         if value.endswith(".py"):
-            value = only_class(kind, value)
+            raise UsageError(
+                f"{option} {value} names a file; name a class or a function in it: "
+                + ", ".join(f"{value}:{name}" for name in class_names(find_module(value)))
+            )
         if ":" not in value or value.startswith("{"):
             return [option, value]  # LightningCLI's own notation: an import path, a name, JSON
-        found, (place, _, name) = look_up(value), value.rpartition(":")
+        kind, found, (place, _, name) = option[2:], look_up(value), value.rpartition(":")
         target = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
         if inspect.isclass(found) and issubclass(found, BASES[kind]):
             path = f"{found.__module__}.{found.__qualname__}"
@@ -156,64 +160,58 @@ class Targets:
         return []
 
 
-def only_class(kind: str, path: str) -> str:
-    """Return the target of the only class of a kind in a file.
+def _class_path(option: str, value: str) -> str | None:
+    """Return the class path of the model in a value of ``--model``, or in a configuration file."""
+    import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
-    Raises:
-        UsageError: If there is none, or more than one.
-    """
-    own = classes_of(find_module(path), BASES[kind])
-    if len(own) == 1:
-        return f"{path}:{own[0].__qualname__}"
-    names = ", ".join(f"{path}:{found.__name__}" for found in own)
-    raise UsageError(
-        f"{path} has {'more than one' if own else 'no'} {BASES[kind].__name__}; "
-        + (f"name one of {names}." if own else f"name a function: {path}:make_{kind}.")
-    )
+    try:
+        if option == "--model":
+            model = yaml.safe_load(value)
+        else:
+            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            model = content.get("model") if isinstance(content, Mapping) else None
+    except (OSError, yaml.YAMLError):
+        return None
+    path = model.get("class_path") if isinstance(model, Mapping) else model
+    return path if isinstance(path, str) else None
 
 
-def classes_of(module: ModuleType, base: type = object) -> list[type]:
-    """Return the classes that a module defines, except abstract ones."""
+def cli_of(package: ModuleType) -> Any:
+    """Import the module of a package of Lightning that has its LightningCLI."""
+    return importlib.import_module(f"{package.__name__}.cli")
+
+
+def class_names(module: ModuleType) -> list[str]:
     return [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and value.__module__ == module.__name__
-        and issubclass(value, base)
-        and not inspect.isabstract(value)
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
     ]
 
 
 def look_up(target: str) -> Any:
-    """Return the object that a target names.
-
-    Raises:
-        UsageError: If it does not exist.
-        ImportError: If its module exists but cannot be imported.
-    """
+    """Return the object that a target names."""
     place, _, name = target.rpartition(":")
     module = find_module(place)
     try:
         return operator.attrgetter(name)(module)
     except AttributeError as error:
-        known = ", ".join(found.__name__ for found in classes_of(module))
+        known = ", ".join(class_names(module))
         raise UsageError(
             f"There is no {name!r} in {place}" + (f"; its classes are {known}." if known else ".")
         ) from error
 
 
 def find_module(place: str) -> ModuleType:
-    """Import a module by its name or its file.
-
-    Raises:
-        UsageError: If it does not exist.
-        ImportError: If it cannot be imported.
-    """
+    """Import a module by its name or its file."""
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise UsageError(f"There is no file {place}.")
     try:
-        with mock.patch.object(Trainer, "fit", partial(_raise_on_fit, place)):
+        with ExitStack() as stack:
+            for package in PACKAGES:
+                fit = partial(_raise_on_fit, place)
+                stack.enter_context(mock.patch.object(package.Trainer, "fit", fit))
             name = import_attribute(f"{Path(place).resolve()}:__name__") if is_file else place
             return importlib.import_module(name)
     except UsageError:

@@ -9,18 +9,19 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 import lightning_opt
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.output.report import Report
 from lightning_opt.presets.situation import Situation
+from lightning_opt.trainer.lightning import PACKAGES, BaseCallback
 from lightning_opt.trainer.run_callback import RunCallback
 from lightning_opt.worker.recipes import instantiate
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from typing_extensions import Self
 
 ORDER = (
@@ -30,7 +31,7 @@ ORDER = (
 """Callbacks whose order matters: process settings first, then callbacks that produce, measure,
 check and change gradients. All others follow."""
 
-ARGUMENTS = set(inspect.signature(Trainer).parameters) - {"callbacks"}
+ARGUMENTS = set(inspect.signature(PACKAGES[0].Trainer).parameters) - {"callbacks"}
 """Arguments of the Trainer that a preset may set."""
 
 Obstacle = Callable[[Situation], str | None]
@@ -50,7 +51,7 @@ class Part:
     why: str = ""
     costs: str = ""
     obstacle: Obstacle | None = None
-    kind: type[Callback] | None = None
+    kind: type[pl.Callback] | None = None
 
     def choose(self, situation: Situation) -> Chosen:
         settings = self.value(situation) if callable(self.value) else self.value
@@ -90,7 +91,7 @@ class Chosen:
     def is_on(self) -> bool:
         return self.because is None
 
-    def make(self) -> Callback:
+    def make(self) -> pl.Callback:
         assert self.part.kind is not None
         callback = self.part.kind(**instantiate(self.settings))
         if isinstance(callback, RunCallback) and not self.is_requested:
@@ -142,14 +143,14 @@ class Preset:
     _: KW_ONLY
     wishes: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    model: LightningModule | None = None
+    model: pl.LightningModule | None = None
     purpose: str = ""
 
     # --- derived presets --------------------------------------------------------------------------
 
     def plus(
         self,
-        kind: type[Callback],
+        kind: type[pl.Callback],
         settings: Mapping[str, Any] | Callable[[Situation], Mapping[str, Any]] | None = None,
         why: str = "",
         costs: str = "",
@@ -223,12 +224,11 @@ class Preset:
                 )
         return replace(self, wishes=wishes, arguments=trainer)
 
-    def for_model(self, model: LightningModule) -> Self:
+    def for_model(self, model: pl.LightningModule) -> Self:
         """Return this preset adapted to a model.
 
-        Parts that the model rules out are left out: under manual optimisation, or if it is already
-        compiled or checkpointed. Checkpointing is added if its weights, gradients and optimizer
-        states leave little memory for activations.
+        Checkpointing is added if weights, gradients and optimizer states leave little memory for
+        activations.
         """
         return replace(self, model=model)
 
@@ -246,7 +246,7 @@ class Preset:
     def _situation(self, trainer: Mapping[str, Any]) -> Situation:
         return Situation({**self.arguments, **trainer}, self.wishes, self.model)
 
-    def callbacks(self) -> list[Callback]:
+    def callbacks(self) -> list[pl.Callback]:
         """Return new callbacks, for a Trainer with default arguments."""
         return list(self.trainer_kwargs()["callbacks"])
 
@@ -258,8 +258,6 @@ class Preset:
                 preset's. Other callbacks follow, those of this package in the order they need.
         """
         situation = self._situation(more)
-        if situation.why_it_does_not_fit:
-            rank_zero_warn(situation.why_it_does_not_fit)
         joined = join(self.choose(**more), Chosen.make, situation.user_callbacks)
         return {**situation.arguments, **joined}
 
@@ -284,7 +282,7 @@ class Preset:
         ]
         processes = situation.processes
         notes = [
-            *filter(None, [self.purpose, situation.why_it_does_not_fit]),
+            *([self.purpose] if self.purpose else []),
             f"For {situation.device}, strategy {situation.strategy}, {processes} "
             f"process{'es' if processes > 1 else ''}: {describe_machine(situation.device)}.",
         ]
@@ -334,7 +332,7 @@ def join(
 
 
 def _call_or_leave_out(
-    callback: RunCallback, hook: str, trainer: Trainer, *args: Any, **kwargs: Any
+    callback: RunCallback, hook: str, trainer: pl.Trainer, *args: Any, **kwargs: Any
 ) -> None:
     """Call a hook. If it raises because this run is not supported, remove the callback."""
     try:
@@ -342,23 +340,23 @@ def _call_or_leave_out(
     except ValueError as error:
         callback.release(trainer)
         # Replaced and not removed, because Lightning is iterating over the list.
-        trainer.callbacks[trainer.callbacks.index(callback)] = Callback()  # type: ignore[attr-defined]
+        trainer.callbacks[trainer.callbacks.index(callback)] = BaseCallback()  # type: ignore[attr-defined]
         rank_zero_warn(f"The preset leaves out {type(callback).__name__}: {error}")
 
 
-def _rank(callback: Callback | Mapping[str, Any]) -> int:
+def _rank(callback: pl.Callback | Mapping[str, Any]) -> int:
     ranks = [ORDER.index(name) for name in _class_names(callback) if name in ORDER]
     return min(ranks, default=len(ORDER))
 
 
-def _class_names(callback: Callback | Mapping[str, Any]) -> list[str]:
+def _class_names(callback: pl.Callback | Mapping[str, Any]) -> list[str]:
     """Return the names of a callback's class and bases, or the class in a configuration entry."""
     if isinstance(callback, Mapping):
         return [str(callback["class_path"]).rpartition(".")[2]]
     return [base.__name__ for base in type(callback).__mro__]
 
 
-def _check_settings(kind: type[Callback], settings: Mapping[str, Any]) -> None:
+def _check_settings(kind: type[pl.Callback], settings: Mapping[str, Any]) -> None:
     allowed = [name for name in inspect.signature(kind).parameters if name != "self"]
     unknown = [name for name in settings if name not in allowed]
     if unknown:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
 from lightning_opt.batching.accumulation.accumulation import Accumulation
 from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import why_no_bf16, why_no_compiler
-from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.data.pipeline.pipeline_tuner import DataPipelineTuner
 from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
 from lightning_opt.gradients.guard.non_finite_guard import NonFiniteGuard
@@ -29,6 +25,7 @@ from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.situation import Situation
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.trainer.lightning import Precision
 
 OPERATOR_POLICIES = ("auto", "selective")
 """Policies of ActivationCheckpointing that need to see individual operators."""
@@ -38,9 +35,9 @@ def basic() -> Preset:
     """Monitoring and protection that hardly change the numbers of a healthy run."""
     return (
         Preset("basic", purpose="Monitors and protects, and leaves a healthy run's numbers alone.")
-        .plus(GradientHealth, _figure_settings,
+        .plus(GradientHealth, None,
               "reports problems of gradients, by layer, with advice",
-              "1% of a step with 9.5 M weights, 10% with a tiny MLP; a figure at the end",
+              "1% of a step with 9.5 M weights, 10% with a tiny MLP",
               _why_not_deepspeed)
         .plus(NonFiniteGuard, None, "skips steps that are NaN or infinite",
               "1% of a step with 9.5 M weights, 6% with a tiny MLP; one small all-reduce",
@@ -198,22 +195,24 @@ def preset_names() -> list[str]:
 
 
 # --- reasons to leave a part out ------------------------------------------------------------------
+# Callbacks check more in their own `setup`; the preset then leaves them out with a warning.
 
 
 def _why_not_deepspeed(situation: Situation) -> str | None:
     if situation.strategy == "deepspeed":
-        return "DeepSpeed handles gradients and optimizers itself"
+        return "DeepSpeed handles gradients, optimizers and activations itself"
     return None
 
 
 def _why_not_clipping(situation: Situation) -> str | None:
     if situation.arguments.get("gradient_clip_val"):
         return "the Trainer clips by gradient_clip_val; AdaptiveClipping would clip again"
-    _, settings, strategy = situation.strategy_parts
-    keeps_residual = settings.get("compressor") in ("topk", "threshold")
-    if isinstance(strategy, CompressedDDPStrategy) and not strategy.chooses:
-        keeps_residual = strategy.compressor.late
-    if keeps_residual:
+    strategy = situation.arguments.get("strategy")
+    if isinstance(strategy, CompressedDDPStrategy):
+        keeps_gradients = not strategy.chooses and strategy.compressor.late
+    else:
+        keeps_gradients = str(strategy).startswith(("ddp_topk", "ddp_threshold"))
+    if keeps_gradients:
         return (
             f"{situation.strategy_name} keeps unsent gradients, which callbacks cannot clip; "
             "Trainer(gradient_clip_val=...) can"
@@ -255,54 +254,36 @@ def _why_single_process(situation: Situation) -> str | None:
 
 
 def _why_not_checkpointing(situation: Situation) -> str | None:
-    if situation.strategy == "deepspeed":
-        return "DeepSpeed has its own checkpointing"
-    if situation.checkpointed:
-        return "the model is checkpointed already"
     if situation.requested_settings("ActivationCheckpointing") is not None:
-        return None
+        return _why_not_deepspeed(situation)
     if situation.model is None:
         return (
             "the model is unknown: add it by ActivationCheckpointing={'policy': 'every_layer'} or "
             "{'budget_mb': ...}, or let for_model(model) decide"
         )
-    if situation.why_it_does_not_fit:
-        return f"activations are not what fills the memory. {situation.why_it_does_not_fit}"
-    if situation.why_memory_is_tight is None:
+    if not situation.why_memory_is_tight:
         return "the model leaves enough memory for activations"
-    return None if find_blocks(situation.model) else "the model has no repeated blocks"
+    return _why_not_deepspeed(situation)
 
 
 def _why_not_micro_batching(situation: Situation) -> str | None:
     if situation.manual_optimization:
         return "the model uses manual optimisation: use lightning_opt.micro_batches there"
-    model = situation.model
-    if model is not None and is_param_in_hook_signature(
-        model.training_step, "dataloader_iter", explicit=True
-    ):
-        return "training_step takes dataloader_iter, so there is no batch to split"
-    if situation.requested_settings("DynamicBatchSize") is not None:
-        return "the trials of DynamicBatchSize need real out-of-memory errors"
-    if situation.strategy == "deepspeed":
-        return "DeepSpeed accumulates gradients itself"
-    if (situation.requested_settings("MicroBatching") or {}).get("size", "auto") != "auto":
-        return None
-    if situation.strategy not in ("single", "ddp", "fsdp2"):
+    size = (situation.requested_settings("MicroBatching") or {}).get("size", "auto")
+    if size == "auto" and situation.strategy not in ("single", "ddp", "fsdp2", "deepspeed"):
         return (
             f"under {situation.strategy_name} a rank that runs out of memory would leave the "
             "others waiting: MicroBatching={'size': 8} works"
         )
-    if situation.strategy == "ddp" and situation.strategy_parts[1].get("static_graph"):
-        return "DDP's static_graph expects the same backward passes at every step"
-    return None
+    return _why_not_deepspeed(situation)
 
 
 def _why_not_accumulation(situation: Situation) -> str | None:
     if situation.manual_optimization:
         return "the model uses manual optimisation: use lightning_opt.GradientAccumulator there"
-    if situation.strategy == "deepspeed":
-        return "DeepSpeed accumulates gradients itself"
-    return None if situation.accumulates else "accumulate_grad_batches is not set"
+    if not situation.accumulates:
+        return "accumulate_grad_batches is not set"
+    return _why_not_deepspeed(situation)
 
 
 def _why_not_compression(situation: Situation) -> str | None:
@@ -312,11 +293,6 @@ def _why_not_compression(situation: Situation) -> str | None:
 
 
 # --- settings that depend on the situation --------------------------------------------------------
-
-
-def _figure_settings(situation: Situation) -> dict[str, Any]:
-    # Without a logger the run has no folder for it.
-    return {"figure": None} if situation.arguments.get("logger") is False else {}
 
 
 def _compile_scope(situation: Situation) -> dict[str, Any]:

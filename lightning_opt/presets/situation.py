@@ -7,32 +7,31 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.accelerators import (
+
+from lightning_opt.core.measure.memory import MemoryLimits
+from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.trainer.lightning import (
+    PACKAGES,
     Accelerator,
-    CUDAAccelerator,
-    MPSAccelerator,
-    XLAAccelerator,
-)
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import (
+    Callback,
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
+    GradientAccumulationScheduler,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
-    StrategyRegistry,
+    package_of,
 )
 
-from lightning_opt.core.measure.memory import MemoryLimits
-from lightning_opt.core.modules.compiling import has_checkpointed_parts, has_compiled_parts
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 STATE_MULTIPLE = 4
-"""Memory of parameters, gradients and Adam's two states, relative to the parameters alone."""
+"""Memory of a trained parameter, its gradient and Adam's two states, relative to the parameter."""
 
 MAX_STATE_SHARE = 0.5
 """Activations are checkpointed if parameters, gradients and states take a larger share of the total
@@ -43,19 +42,21 @@ memory. Free memory is not used, because ranks could then decide differently."""
 class Situation:
     """The Trainer's arguments, the machine and the model for which a preset is chosen.
 
-    It is derived from arguments, without a Trainer: `describe(devices=8)` must work on a machine
-    that could not create one. ``overrides`` are the user's settings by callback name: a
-    dict, True, or None to leave the callback out.
+    It is derived from arguments, without a Trainer: ``describe(devices=8)`` must work on a machine
+    that could not create one.
+
+    Args:
+        arguments: The Trainer's arguments.
+        overrides: The user's settings by callback name: a dict, True, or None to leave it out.
+        model: The model, if it is known.
     """
 
     arguments: Mapping[str, Any]
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    model: LightningModule | None = None
-
-    # --- the Trainer's arguments ----------------------------------------------------------------
+    model: pl.LightningModule | None = None
 
     @cached_property
-    def user_callbacks(self) -> list[Callback]:
+    def user_callbacks(self) -> list[pl.Callback]:
         callbacks = self.arguments.get("callbacks") or []
         return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
 
@@ -80,11 +81,12 @@ class Situation:
             return {"xla": "tpu"}.get(name, name)
         name = str(given or "auto").lower()
         if name in ("auto", "gpu"):
-            if name == "auto" and XLAAccelerator.is_available():
+            accelerators = PACKAGES[0].accelerators
+            if name == "auto" and accelerators.XLAAccelerator.is_available():
                 return "tpu"
-            if MPSAccelerator.is_available():
+            if accelerators.MPSAccelerator.is_available():
                 return "mps"
-            return "cuda" if CUDAAccelerator.is_available() or name == "gpu" else "cpu"
+            return "cuda" if accelerators.CUDAAccelerator.is_available() or name == "gpu" else "cpu"
         return name
 
     @cached_property
@@ -105,18 +107,19 @@ class Situation:
         return int(given)
 
     @cached_property
-    def strategy_parts(self) -> tuple[type[Strategy] | None, Mapping[str, Any], Strategy | None]:
-        """The strategy's class, its settings, and the object if one is given."""
+    def strategy_class(self) -> type[pl.strategies.Strategy] | None:
+        """The strategy's class; None for an unknown name."""
         given = self.arguments.get("strategy") or "auto"
         if isinstance(given, Strategy):
-            return type(given), getattr(given, "_ddp_kwargs", {}), given
+            return type(given)
+        strategies = package_of(self.model).strategies
+        kind: type[pl.strategies.Strategy] | None = None
         name = str(given).lower()
         if name == "auto":
-            return (DDPStrategy if self.processes > 1 else SingleDeviceStrategy), {}, None
-        if name in StrategyRegistry:
-            entry = StrategyRegistry[name]
-            return entry["strategy"], entry["init_params"], None
-        return None, {}, None
+            kind = strategies.DDPStrategy if self.processes > 1 else strategies.SingleDeviceStrategy
+        elif name in strategies.StrategyRegistry:
+            kind = strategies.StrategyRegistry[name]["strategy"]
+        return getattr(kind, "kind", kind)  # a string of this package has a class of either package
 
     @cached_property
     def strategy(self) -> str:
@@ -124,12 +127,12 @@ class Situation:
 
         ``ddp`` includes compressed DDP.
         """
-        strategy_class, _, strategy = self.strategy_parts
-        if strategy_class is None:
+        found = self.strategy_class
+        if found is None:
             return "other"
-        if issubclass(strategy_class, ModelParallelStrategy):
+        if issubclass(found, ModelParallelStrategy):
             # "auto" means all processes of a machine.
-            size = getattr(strategy, "_tensor_parallel_size", "auto")
+            size = getattr(self.arguments["strategy"], "_tensor_parallel_size", "auto")
             return "fsdp2" if size == 1 else "tensor_parallel"
         for base, name in (
             (DeepSpeedStrategy, "deepspeed"),
@@ -137,16 +140,14 @@ class Situation:
             (DDPStrategy, "ddp"),
             (SingleDeviceStrategy, "single"),
         ):
-            if issubclass(strategy_class, base):
+            if issubclass(found, base):
                 return name
         return "other"
 
     @property
     def strategy_name(self) -> str:
-        strategy_class = self.strategy_parts[0]
-        if strategy_class is None:
-            return repr(self.arguments.get("strategy"))
-        return strategy_class.__name__
+        found = self.strategy_class
+        return repr(self.arguments["strategy"]) if found is None else found.__name__
 
     @property
     def forks(self) -> bool:
@@ -161,8 +162,6 @@ class Situation:
             isinstance(callback, GradientAccumulationScheduler) for callback in self.user_callbacks
         )
 
-    # --- the model ------------------------------------------------------------------------------
-
     @property
     def manual_optimization(self) -> bool:
         return self.model is not None and not self.model.automatic_optimization
@@ -172,47 +171,20 @@ class Situation:
         return self.model is not None and has_compiled_parts(self.model)
 
     @property
-    def checkpointed(self) -> bool:
-        """Whether the strategy or a part of the model is checkpointed already."""
-        if getattr(self.strategy_parts[2], "_activation_checkpointing_kwargs", None):
-            return True
-        return self.model is not None and has_checkpointed_parts(self.model)
-
-    @cached_property
-    def _memory(self) -> tuple[float, float]:
-        """Bytes of weights, gradients and optimizer states on each device, and its total memory."""
+    def why_memory_is_tight(self) -> str:
+        """The reason to save activation memory; empty if there is none or the model is unknown."""
         if self.model is None or self.device not in ("cpu", "cuda"):
-            return 0, 1
+            return ""
         if self.device == "cuda" and self.forks:
-            return 0, 1
-        states = STATE_MULTIPLE * sum(
-            parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
+            return ""
+        states = sum(
+            parameter.numel() * parameter.element_size() * STATE_MULTIPLE**parameter.requires_grad
+            for parameter in self.model.parameters()
         )
         if self.strategy in ("fsdp1", "fsdp2"):
             states //= self.processes
         limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
-        return states, min((usage.total for usage in limits.read()), default=math.inf)
-
-    @property
-    def why_memory_is_tight(self) -> str | None:
-        """The reason to save activation memory; None if there is none or no model is known."""
-        states, memory = self._memory
+        memory = min((usage.total for usage in limits.read()), default=math.inf)
         if states <= MAX_STATE_SHARE * memory:
-            return None
-        return (
-            f"weights, gradients and two states of each weight take {states / 1e9:.3g} GB of "
-            f"{memory / 1e9:.3g} GB"
-        )
-
-    @property
-    def why_it_does_not_fit(self) -> str | None:
-        """Why no preset can make the model fit, with a remedy; None if it may fit."""
-        states, memory = self._memory
-        if states <= memory:
-            return None
-        total_bytes = states * (self.processes if self.strategy.startswith("fsdp") else 1)
-        ranks = max(self.processes, math.ceil(total_bytes / (MAX_STATE_SHARE * memory)))
-        return (
-            f"Does not fit: {self.why_memory_is_tight}. FSDP2 (strategy=ModelParallelStrategy"
-            f"(data_parallel_size={ranks})) shards them over {ranks} devices."
-        )
+            return ""
+        return f"weights and their states take {states / 1e9:.3g} GB of {memory / 1e9:.3g} GB"

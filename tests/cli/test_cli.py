@@ -37,7 +37,8 @@ QUIET = [
     "--trainer.enable_model_summary=false",
 ]
 BARE = [*QUIET, "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
-FIT = ["fit", f"{PROJECT}:Small", "--data", f"{PROJECT}:SmallData"]
+TARGETS = [f"{PROJECT}:Small", "--data", f"{PROJECT}:SmallData"]
+FIT = ["fit", *TARGETS]
 
 pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
 
@@ -137,21 +138,22 @@ def test_examples_in_the_help_name_existing_candidates(capsys):
         (["tune", "no_such_file.py:Model"], "There is no file no_such_file.py"),
         (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
         (["tune", "PROJECT:NOT_A_MODEL"], "is not a class or function"),
-        (["tune", "PROJECT", "--budget", "soon"], "soon"),
-        (["tune", "PROJECT", "--candidates", "bf16,compil"], "did you mean 'compile'?"),
-        (["tune", "PROJECT", "--objective", "speed"], "one of 'throughput', 'memory', 'batch'"),
-        (["bench", "PROJECT", "--preset", "none"], "There is no preset 'none'"),
-        (["bench", "PROJECT", "--without", "Nothing"], "has no 'Nothing'"),
-        (["bench", "PROJECT", "--against", "no.yaml"], "There is no file no.yaml"),
-        (["profile", "PROJECT", "--trainer.max_steps=3"], "--steps sets the number"),
+        (["tune", "PROJECT"], "name a class or a function in it: PROJECT:Small, PROJECT:SmallData"),
+        (["tune", *TARGETS, "--budget", "soon"], "soon"),
+        (["tune", *TARGETS, "--candidates", "bf16,compil"], "did you mean 'compile'?"),
+        (["tune", *TARGETS, "--objective", "speed"], "one of 'throughput', 'memory', 'batch'"),
+        (["bench", *TARGETS, "--preset", "none"], "There is no preset 'none'"),
+        (["bench", *TARGETS, "--without", "Nothing"], "has no 'Nothing'"),
+        (["bench", *TARGETS, "--against", "no.yaml"], "There is no file no.yaml"),
+        (["profile", *TARGETS, "--trainer.max_steps=3"], "--steps sets the number"),
         (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),
         (["fit", "PROJECT:Small", "--model.widht", "3"], "widht"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
         (["fit", "PROJECT:Small", "--preset", "none", *BARE], "There is no preset 'none'"),
-        (["profile", "PROJECT", "--steps", "0"], "steps"),
+        (["profile", *TARGETS, "--steps", "0"], "steps"),
         (["doctor", "PROJECT:Small"], "has no train_dataloader. Name its data, --data module:"),
-        (["tune", "PROJECT", "--model.width", "big"], "Expected a <class 'int'>. Got value: big"),
-        (["bench", "PROJECT", "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
+        (["tune", *TARGETS, "--model.width", "big"], "Expected a <class 'int'>. Got value: big"),
+        (["bench", *TARGETS, "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
         (["fit", "--model"], "--model must be followed by"),
     ],
     ids=lambda value: " ".join(value[:6]) if isinstance(value, list) else "",
@@ -160,7 +162,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, sentence, capsys
     words = [word.replace("PROJECT", str(PROJECT)) for word in arguments]
     code, said = fails(words, capsys)
     assert code == 2
-    assert sentence in said
+    assert sentence.replace("PROJECT", str(PROJECT)) in said
     assert len(said.splitlines()) < 15, "no list of all options"
 
 
@@ -168,14 +170,9 @@ def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     (tmp_path / "user_broken.py").write_text("import no_such_thing\n")
     assert "No module named 'no_such_thing'" in fails(["tune", "user_broken.py:Model"], capsys)[1]
     (tmp_path / "user_wrong.py").write_text("1 / 0\n")
-    code, said = fails(["tune", "user_wrong.py"], capsys)
+    code, said = fails(["tune", "user_wrong.py:Model"], capsys)
     assert code == 1
     assert "ZeroDivisionError" in said
-    (tmp_path / "user_empty.py").write_text("")
-    assert "has no LightningModule" in fails(["tune", "user_empty.py"], capsys)[1]
-    two = "from lightning import LightningModule as M\nclass A(M): ...\nclass B(M): ...\n"
-    (tmp_path / "user_two.py").write_text(two)
-    assert "user_two.py:A, user_two.py:B" in fails(["tune", "user_two.py"], capsys)[1]
 
 
 def test_missing_constructor_argument_is_named(capsys, tmp_path):
@@ -190,7 +187,7 @@ def test_missing_constructor_argument_is_named(capsys, tmp_path):
 def test_script_that_trains_on_import_is_rejected(capsys, tmp_path):
     script = f"from {MODULE} import *\nL.Trainer(logger=False).fit(Small(), SmallData())\n"
     (tmp_path / "user_script.py").write_text(script)
-    code, said = fails(["tune", "user_script.py"], capsys)
+    code, said = fails(["tune", "user_script.py:Small"], capsys)
     assert code == 2
     assert "user_script.py trains when it is imported" in said
     assert "if __name__ == '__main__':" in said
@@ -222,20 +219,15 @@ def test_interrupted_training_exits_with_130(capsys):
 
 
 def test_targets_become_import_paths():
-    assert Targets().translate(["a.yaml", "--x"]) == ["--config", "a.yaml", "--x"]
-    assert Targets().translate(["pkg.Model"]) == ["--model", "pkg.Model"]
-    assert Targets().translate([f"{MODULE}:Small", f"--data={MODULE}:SmallData"]) == [
+    assert Targets(["a.yaml", "--x"]).argv == ["--config", "a.yaml", "--x"]
+    assert Targets(["pkg.Model"]).argv == ["--model", "pkg.Model"]
+    assert Targets([f"{MODULE}:Small", f"--data={MODULE}:SmallData"]).argv == [
         "--model", f"{MODULE}.Small", "--data", f"{MODULE}.SmallData",
-    ]  # fmt: skip
-    alone = Targets().translate([str(PROJECT), "--trainer.max_steps", "3"])
-    assert [word.rpartition(".")[2] for word in alone] == [
-        "--model", "Small", "max_steps", "3", "--data", "SmallData",
     ]  # fmt: skip
 
 
 def test_recipe_creates_model_and_optimizer():
-    targets = Targets()
-    targets.translate([f"{PROJECT}:Small"])
+    targets = Targets([f"{PROJECT}:Small"])
     model = targets.recipe(
         "model",
         {"class_path": "small_project.Small", "init_args": {"width": 3}},
@@ -247,16 +239,6 @@ def test_recipe_creates_model_and_optimizer():
     assert isinstance(optimizer, torch.optim.SGD)
     assert scheduler.step_size == 1
     assert len(Recipe(f"{MODULE}:make_loader")().dataset) == 64
-
-
-def test_recipe_version_changes_with_the_file(tmp_path):
-    """The tuner compares the plain attributes of recipes to continue a journal."""
-    file = tmp_path / "user_edited.py"
-    file.write_text("def make(): return 1\n")
-    first = vars(Recipe(f"{file}:make"))
-    assert first == vars(Recipe(f"{file}:make")) != vars(Recipe(f"{file}:make", {"width": 3}))
-    file.write_text("def make(): return 2\n")
-    assert first != vars(Recipe(f"{file}:make"))
 
 
 # --- presets and fit ------------------------------------------------------------------------------
@@ -284,7 +266,7 @@ def _quiet_jsonargparse(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("_quiet_jsonargparse")
 def test_exported_preset_runs_under_lightning_cli(capsys, tmp_path):
-    written = ["presets", "--yaml", "ultra", "--without", "CompileModel"]
+    written = ["presets", "ultra", "--yaml", "--without", "CompileModel"]
     assert main([*written, "--trainer.max_epochs=1", *BARE]) == 0
     file = tmp_path / "trainer.yaml"
     file.write_text(capsys.readouterr().out)
@@ -348,6 +330,8 @@ def test_fit_resumes_from_a_checkpoint(tmp_path):
     assert main([*start, "--trainer.max_epochs=2", f"--trainer.default_root_dir={once}"]) == 0
     assert main([*start, "--trainer.max_epochs=1", f"--trainer.default_root_dir={first}"]) == 0
     (checkpoint,) = first.rglob("*.ckpt")
+    (page,) = first.rglob("report.html")
+    assert page.with_name("config.yaml").exists()
     more = ["--trainer.max_epochs=2", f"--trainer.default_root_dir={resumed}"]
     assert main([*start, *more, f"--ckpt_path={checkpoint}"]) == 0
     expected, found = weights_in(once), weights_in(resumed)
@@ -398,7 +382,7 @@ WHOLE = {
             "init_args": {"log_every_n_steps": 0, "print_table": False},
         },
         "callbacks": [
-            {"class_path": "lightning_opt.GradientHealth", "init_args": {"figure": None}},
+            {"class_path": "lightning_opt.GradientHealth"},
             {"class_path": "lightning_opt.NonFiniteGuard", "init_args": {"spike": 6.0}},
             {
                 "class_path": "lightning_opt.AdaptiveClipping",
@@ -437,7 +421,7 @@ def test_configuration_runs_on_two_processes_under_lightning_cli(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_fit_starts_the_second_ddp_process(tmp_path):
-    words = [f"{PROJECT}", "--preset=basic", "--trainer.strategy=ddp_topk", "--trainer.devices=2"]
+    words = [*TARGETS, "--preset=basic", "--trainer.strategy=ddp_topk", "--trainer.devices=2"]
     quiet = [word for word in QUIET if "devices" not in word]
     command = [sys.executable, "-m", "lightning_opt", "fit", *words, *quiet]
     done = subprocess.run(  # noqa: PLW1510 - looked at below
@@ -463,6 +447,9 @@ def test_profile_reports_phases(capsys, tmp_path):
     report = json.loads((tmp_path / "there" / "profile.json").read_text())
     phases = {row["phase"] for row in report["rows"]}
     assert {"forward", "backward", "callback GradientHealth"} <= phases
+    page = (tmp_path / "there" / "report.html").read_text()
+    assert "Where a step's time goes" in page
+    assert not (tmp_path / "report.html").exists()
 
 
 WATCHED = """
@@ -506,8 +493,8 @@ def test_short_runs_save_nothing_and_skip_validation(command, capsys, tmp_path):
     assert name == "profile" or not (tmp_path / "logged").exists()
 
 
-def test_doctor_reports_findings(capsys):
-    words = ["doctor", str(PROJECT), "--model.width=4", "--steps=20", "--json", *QUIET]
+def test_doctor_reports_findings(capsys, tmp_path):
+    words = ["doctor", *TARGETS, "--model.width=4", "--steps=20", "--json", *QUIET]
     assert main([*words, "--strict"]) == 1
     text = capsys.readouterr().out
     found = {row["topic"]: row for row in json.loads(text[text.index("{") :])["rows"]}
@@ -516,6 +503,9 @@ def test_doctor_reports_findings(capsys):
     assert "checkpoints" not in found  # the short run has none
     assert "takes longest" in found["profile"]["finding"]
     assert "Callbacks take" not in found["profile"]["finding"]  # these are the command's own
+    page = (tmp_path / "report.html").read_text()
+    assert "Gradient RMS by layer" in page
+    assert found["optimizer"]["finding"] in page
 
 
 def test_model_with_its_own_loaders_needs_no_data(capsys):
@@ -528,7 +518,7 @@ def test_model_with_its_own_loaders_needs_no_data(capsys):
 def test_bench_writes_table_and_json(capsys, tmp_path):
     config = tmp_path / "other.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"accumulate_grad_batches": 2}}))
-    words = ["bench", str(PROJECT), "--preset=basic", f"--against={config}", "--out=there"]
+    words = ["bench", *TARGETS, "--preset=basic", f"--against={config}", "--out=there"]
     few = ["--starts=1", "--rounds=2", "--steps=4", "--seconds=20"]
     assert main([*words, *few, *BARE]) == 0
     assert "plain" in capsys.readouterr().out
@@ -540,7 +530,7 @@ def test_bench_writes_table_and_json(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_tune_writes_a_configuration(capsys, tmp_path):
-    words = ["tune", str(PROJECT), "--candidates=fused", "--budget=20s"]
+    words = ["tune", *TARGETS, "--candidates=fused", "--budget=20s"]
     assert main([*words, "--quiet", "--trainer.accumulate_grad_batches=2", *BARE]) == 0
     assert "baseline" in capsys.readouterr().out
     result = json.loads((tmp_path / "tuned" / "result.json").read_text())

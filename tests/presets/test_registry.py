@@ -44,7 +44,7 @@ def team() -> lo.Preset:
 def test_registered_preset_trains_and_takes_overrides():
     lo.register_preset("team", team)
     assert "team" in registry.preset_names()
-    preset = lo.preset("team", Mine={"words": 7}, GradientHealth={"figure": None})
+    preset = lo.preset("team", Mine={"words": 7})
     trainer = quiet_trainer(**{"logger": False, **preset.trainer_kwargs()})
     trainer.fit(SmallNet())
     assert trainer.current_epoch == 2
