@@ -6,13 +6,14 @@ in gigabytes of gradient per second. On CUDA, waiting during encoding or decodin
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from statistics import median
 
 import torch
 
 import lightning_opt as lo
-from benchmarks.gradients.gpt_step import Watched, say_waits
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import parse_arguments, publish, recorded_waits
 from lightning_opt.core.measure.timing import time_in_turns
 
 GPU = True
@@ -25,7 +26,8 @@ def main() -> None:
     device, numel = torch.device(arguments.device), NUMEL // (100 if arguments.quick else 1)
     gradients = [torch.randn(numel, device=device) for _ in range(4)]
     out = torch.empty(numel, device=device)
-    watched = {"copy": Watched(lambda: out.copy_(gradients[0]), arguments.device)}
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: out.copy_(gradients[0])}
+    waits: list[str] = []
     compressors = {
         "int8": lo.Quantize(8),
         "int4": lo.Quantize(4),
@@ -46,10 +48,13 @@ def main() -> None:
 
         code()
         ratios[name] = 4 * numel / codec.nbytes
-        watched[f"{name}, code"] = Watched(code, arguments.device)
-        watched[f"{name}, decode"] = Watched(decode, arguments.device)
+        calls[f"{name}, code"], calls[f"{name}, decode"] = code, decode
+        for call in (code, decode):
+            call()  # allocates
+            with recorded_waits(arguments.device, waits):
+                call()
     seconds = time_in_turns(
-        watched, rounds=3 if arguments.quick else 15, calls=4, device=arguments.device, warmup=4
+        calls, rounds=3 if arguments.quick else 15, calls=4, device=arguments.device, warmup=4
     )
     speed = {name: 4e-9 * numel / median(values) for name, values in seconds.items()}
     rows = [{"what": "copy", "code GB/s": round(speed["copy"], 2), "of a copy": 1.0}]
@@ -65,10 +70,11 @@ def main() -> None:
     ]
     notes = [
         f"Gigabytes of float32 gradient a second, {4e-6 * numel:.1f} MB at once; coding includes "
-        "adding the gradient to what was left over."
+        "adding the gradient to the residual."
     ]
     publish("codecs", lo.Report("Coding and decoding a bucket", rows, notes), arguments)
-    say_waits(watched)
+    if waits:
+        sys.exit(f"The host waits for the device: {waits}")
 
 
 if __name__ == "__main__":
