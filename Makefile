@@ -22,7 +22,7 @@ PYTEST := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist 
 BENCHMARKS = $(subst /,.,$(basename $(filter-out benchmarks/gpu.py,$(shell grep -rl --include='*.py' '__main__' benchmarks))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint types imports docs pages matrix compat cuda-dry notebooks bench gpu format lock clean
+.PHONY: help demo quick test lint types imports docs pages matrix clients compat cuda-dry notebooks bench gpu format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,11 @@ matrix: $(INSTALLED) ## run all cells of the compatibility matrix and of the zoo
 	$(ONE_THREAD) $(BIN)/python -m tests.matrix
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo
 	$(BIN)/python docs/pages.py
+
+clients: ## train in projects of others with every feature; their packages go into build/clients
+	$(MAKE) --no-print-directory VENV=build/clients build/clients/.installed
+	build/clients/bin/python -m pip install -qq -c constraints.txt --group clients
+	$(ONE_THREAD) build/clients/bin/python -m tests.clients
 
 compat: $(INSTALLED) ## a part of the tests with the oldest and newest torch and Lightning
 	$(BIN)/python tests/compat.py $(PAIRS)
