@@ -17,16 +17,13 @@ def main(strategies: list[str]) -> int:
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(STRATEGIES)}", file=sys.stderr)
         return 2
-    subjects = find_subjects()
+    subjects = find_subjects(to_act=True)
     recorded = record.read() if strategies else {}
-    rows = {subject.label: record.describe(subject) for subject in subjects}
-    for label, row in rows.items():
-        row["cells"].update(recorded.get(label, row)["cells"])
+    found = {s.label: dict(recorded.get(s.label, {"cells": {}})["cells"]) for s in subjects}
     for strategy in strategies or STRATEGIES:
         for label, cells in run_strategy(strategy, subjects).items():
-            rows[label]["cells"].update(cells)
-    record.write(rows)
-    found = {label: row["cells"] for label, row in rows.items()}
+            found[label].update(cells)
+    record.write(found)
     outcomes = Counter(
         cell.partition(":")[0] for cells in found.values() for cell in cells.values()
     )

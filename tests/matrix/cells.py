@@ -1,118 +1,113 @@
 """Runs cells of the matrix: one small fit per cell.
 
-The outcome of a cell compares its final weights with the same run without the plugin, or, if it
-resumes, with the uninterrupted run: ``identical``, ``close`` or ``changed``. An error before the
-first training step is ``refused``. Anything else ``fails``.
+The outcome of a cell compares its final weights with a reference: ``identical``, ``close`` or
+``changed``. The reference is the same run without the plugin; for a row in ``ACTS`` an equal run on
+one process; for a resumed run the uninterrupted one. Only plugins in ``CHANGES`` may end with other
+weights. An error before the first training step is ``refused``. Anything else ``fails``.
 """
 
+import math
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, strategies
-from torch import Tensor, nn
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_opt as lo
 from tests.helpers.processes import launch
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import FSDPOnCPU, quiet_trainer
 from tests.matrix.nets import MatrixNet
-from tests.matrix.outcomes import Cells, describe_error, largest_difference
-from tests.matrix.subjects import (
-    AT_ONCE,
-    CHANGES,
-    OF_A_REPLICA,
-    RESUMES_OTHERWISE,
-    ROUNDS,
-    Subject,
-)
+from tests.matrix.outcomes import Cells, Weights, describe_error, largest_difference
+from tests.matrix.subjects import ACTS, AT_ONCE, CHANGES, IDLE, NO_PLUGIN, ROUNDS, Act, Subject
 
-STRATEGIES = ("single", "ddp", "ddp_topk", "diloco", "fsdp1", "fsdp2")
 PRECISIONS = ("32-true", "bf16-mixed", "float16")
+"""float16 uses :class:`lightning_opt.DynamicLossScale`, since ``16-mixed`` exists on CUDA only."""
+
 STEPS = ("plain", "resume", "accumulation", "manual")
+"""A resumed run follows the uninterrupted run, whose checkpoint it loads."""
+
+SHORT = [("32-true", "plain"), ("32-true", "resume")]
+USUAL = [*SHORT, ("32-true", "manual"), ("bf16-mixed", "accumulation")]
+COLUMNS: dict[str, list[tuple[str, str]]] = {
+    "single": [(precision, steps) for precision in PRECISIONS for steps in STEPS],
+    "ddp": [*USUAL, ("float16", "accumulation")],
+    "ddp_3": SHORT,
+    "ddp_topk": SHORT[:1],
+    "diloco": SHORT,
+    "fsdp1": [pair for pair in USUAL if pair[1] != "manual"],  # it wraps the whole module
+    "fsdp2": USUAL,
+    "fsdp2_3": SHORT,
+    "tp": USUAL,
+}
+"""Precisions and steps by strategy."""
+
+STRATEGIES = tuple(COLUMNS)
+OWN_GRADIENTS = ("ddp_topk", "diloco")
+"""Strategies whose ranks do not step with the mean gradient of one large batch."""
 
 TIMEOUT = 400.0
 SAVE_AT = 4
 CLOSE = {"32-true": 1e-4, "bf16-mixed": 0.1, "float16": 0.1}
 """Largest difference that counts as rounding, as a share of the change by training."""
 
+FAR = 1.0
+"""Largest difference of plugins in ``CHANGES``, as a share of the change by training."""
 
-@dataclass(frozen=True)
-class Condition:
-    """One column.
+References: TypeAlias = dict[tuple[str, "Condition"], Weights]
+"""Weights by the subject's label and the condition."""
 
-    Attributes:
-        strategy: One of :data:`STRATEGIES`.
-        precision: One of :data:`PRECISIONS`; float16 uses :class:`lightning_opt.DynamicLossScale`,
-            since ``16-mixed`` exists on CUDA only.
-        steps: One of :data:`STEPS`.
-    """
+REFERENCES = "references.pt"
+
+
+class Condition(NamedTuple):
+    """One column: a strategy with one of its precisions and steps."""
 
     strategy: str
-    precision: str = "32-true"
-    steps: str = "plain"
+    precision: str
+    steps: str
 
     def __str__(self) -> str:
-        return f"{self.strategy} / {self.precision} / {self.steps}"
+        return " / ".join(self)
 
     def applies_to(self, subject: Subject) -> bool:
         """Return whether the subject can be combined with this condition."""
         if subject.kind == "strategy":
-            return self.strategy == "ddp"  # which it replaces
+            return self.strategy in ("ddp", "ddp_3")  # which it replaces
         return subject.kind != "precision" or self.precision == "float16"
 
 
 def conditions_of(strategy: str) -> list[Condition]:
-    """Return the columns of a strategy: all combinations on one process, fewer on two.
-
-    A resumed run follows the uninterrupted run, whose checkpoint it loads.
-    """
-    if strategy == "single":
-        return [Condition(strategy, p, s) for p in PRECISIONS for s in STEPS]
-    pairs = [("32-true", "plain"), ("32-true", "resume")]
-    if strategy in ("ddp_topk", "diloco"):  # their rows under DDP cover the other steps
-        return [Condition(strategy, *pair) for pair in pairs]
-    if strategy != "fsdp1":  # it wraps the whole module: no backward pass inside a step
-        pairs.append(("32-true", "manual"))
-    pairs.append(("bf16-mixed", "accumulation"))
-    if strategy == "ddp":
-        pairs.append(("float16", "accumulation"))
-    return [Condition(strategy, *pair) for pair in pairs]
+    return [Condition(strategy, *pair) for pair in COLUMNS[strategy]]
 
 
-class FSDPStrategy(strategies.FSDPStrategy):
-    """Lightning's FSDP1 without its requirement of an accelerator."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(
-            model,
-            sharding_strategy=self.sharding_strategy,
-            mixed_precision=self.mixed_precision_config,
-            device_id=torch.device("cpu"),
-            **self.kwargs,
-        )
+def processes_of(strategy: str) -> int:
+    return 1 if strategy == "single" else 3 if strategy.endswith("3") else 2
 
 
 def make_strategy(name: str) -> dict[str, Any]:
     """Return the Trainer's arguments for a strategy of the matrix."""
-    if name == "single":
-        return {}
+    processes = processes_of(name)
+    gloo = {"process_group_backend": "gloo"}
+    mesh = {"save_distributed_checkpoint": False}
+    topk = AT_ONCE["CompressedDDPStrategy"]
     kinds: dict[str, Callable[[], Any]] = {
-        "ddp": lambda: strategies.DDPStrategy(process_group_backend="gloo"),
-        "ddp_topk": lambda: lo.CompressedDDPStrategy(
-            "topk", process_group_backend="gloo", **AT_ONCE["CompressedDDPStrategy"]
-        ),
-        "diloco": lambda: lo.DiLoCoStrategy(2, fragments=2, process_group_backend="gloo"),
-        "fsdp1": lambda: FSDPStrategy(use_orig_params=True, state_dict_type="sharded"),
-        "fsdp2": lambda: strategies.ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+        "single": lambda: "auto",
+        "ddp": lambda: DDPStrategy(**gloo),
+        "ddp_topk": lambda: lo.CompressedDDPStrategy("topk", **gloo, **topk),
+        "diloco": lambda: lo.DiLoCoStrategy(2, fragments=2, **gloo),
+        "fsdp1": lambda: FSDPOnCPU(use_orig_params=True, state_dict_type="sharded"),
+        "fsdp2": lambda: ModelParallelStrategy(processes, 1, **mesh),
+        "tp": lambda: ModelParallelStrategy(1, processes, **mesh),
     }
-    return {"strategy": kinds[name](), "devices": 2}
+    return {"strategy": kinds[name.removesuffix("_3")](), "devices": processes}
 
 
 class Record(Callback):
@@ -120,7 +115,7 @@ class Record(Callback):
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
-        self.weights: dict[str, Tensor] = {}
+        self.weights: Weights = {}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if self.file is not None and batch_idx + 1 == SAVE_AT:
@@ -136,28 +131,42 @@ class Record(Callback):
 
 
 def train(
-    condition: Condition,
-    subject: Subject | None,
-    model: MatrixNet,
-    save: Path | None = None,
-    resume: Path | None = None,
-) -> dict[str, Tensor]:
+    condition: Condition, subject: Subject, model: MatrixNet, save: Path | None = None, **fit: Any
+) -> Weights:
     """Fit, and return the final weights."""
     torch.manual_seed(0)
     settings = make_strategy(condition.strategy)
-    if not _is_precision(subject):
-        if condition.precision == "float16":
-            settings["plugins"] = [lo.DynamicLossScale(init_scale=1024.0)]
-        else:
-            settings["precision"] = condition.precision
-    if condition.steps == "accumulation":
+    if subject.kind != "precision" and condition.precision == "float16":
+        settings["plugins"] = [lo.DynamicLossScale(init_scale=1024.0)]
+    elif subject.kind != "precision":
+        settings["precision"] = condition.precision
+    if condition.steps == "accumulation" and model.merge == 1:
         settings["accumulate_grad_batches"] = 2
+    settings.update(subject.trainer_settings())
     record = Record(save)
-    if subject is not None:
-        settings.update(subject.trainer_settings())
     settings["callbacks"] = [*settings.get("callbacks", []), record]
-    quiet_trainer(limit_val_batches=0, **settings).fit(model, ckpt_path=resume)
+    quiet_trainer(limit_val_batches=0, **settings).fit(model, **fit)
     return record.weights
+
+
+def act_of(subject: Subject, condition: Condition) -> Act:
+    """Return what the feature has to do in this cell."""
+    act = ACTS.get(subject.label, IDLE)
+    return IDLE if condition.strategy in (*OWN_GRADIENTS, *act.never) else act
+
+
+def run_references(strategy: str, subjects: Sequence[Subject], folder: Path) -> None:
+    """Save the weights that rows in ``ACTS`` must end with, from one process."""
+    os.chdir(folder)
+    found: References = {}
+    for subject, condition in product(subjects, conditions_of(strategy)):
+        act = act_of(subject, condition)
+        if condition.steps in act.steps:
+            model = MatrixNet(condition.steps == "manual", **(act.instead or {}))
+            alone = condition._replace(strategy="single")
+            plugin = subject if act.instead is None else NO_PLUGIN
+            found[subject.label, condition] = train(alone, plugin, model)
+    torch.save(found, folder / REFERENCES)
 
 
 class Runner:
@@ -165,31 +174,36 @@ class Runner:
 
     Args:
         strategy: One of :data:`STRATEGIES`.
-        folder: For checkpoints; the same on all ranks.
+        folder: For checkpoints, with the references; the same on all ranks.
     """
 
     def __init__(self, strategy: str, folder: Path) -> None:
-        self.strategy, self.folder = strategy, folder
-        self.start = {name: value.clone() for name, value in MatrixNet().named_parameters()}
-        self.plain: dict[Condition, dict[str, Tensor]] = {}
+        self.file = folder / "checkpoint.ckpt"
+        self.references: References = torch.load(folder / REFERENCES, weights_only=False)
+        start = MatrixNet().named_parameters()
+        self.start = {name: value.detach().clone() for name, value in start}
+        self.plain: dict[Condition, Weights] = {}
         # Weights and outcome of the last uninterrupted run, which the resumed run continues.
-        self.whole: dict[str, Tensor] = {}
+        self.whole: Weights = {}
         self.outcome = ""
         for condition in conditions_of(strategy):
-            outcome = self.run(None, condition)
-            differs = condition.steps == "resume" and strategy in RESUMES_OTHERWISE
-            if outcome != "identical" and not (differs and outcome == "changed"):
+            outcome = self.run(NO_PLUGIN, condition)
+            if outcome != "identical":
                 raise RuntimeError(f"Without a plugin, {condition} gives {outcome!r}.")
 
-    def run(self, subject: Subject | None, condition: Condition) -> str:
+    def run(self, subject: Subject, condition: Condition) -> str:
         """Return the outcome of a cell."""
-        if condition.steps == "resume" and self.outcome.startswith(("refused", "fails")):
+        steps = condition.steps
+        if steps == "resume" and self.outcome.startswith(("refused", "fails")):
             return self.outcome
-        model = MatrixNet(manual=condition.steps == "manual")
+        model = MatrixNet(steps == "manual", **act_of(subject, condition).plants)
+        save = self.file if steps == "plain" else None
+        resume = {"ckpt_path": self.file} if steps == "resume" else {}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                outcome = self._compare(subject, condition, model)
+                weights = train(condition, subject, model, save, **resume)
+            outcome = self._compare(subject, condition, weights)
         except Exception as error:  # noqa: BLE001 - any error is an outcome
             outcome = describe_error(error, model.begun)
         if dist.is_initialized():
@@ -197,53 +211,38 @@ class Runner:
             dist.all_gather_object(outcomes, outcome)
             if len(set(outcomes)) > 1:
                 outcome = f"fails: the ranks differ: {outcomes}"
-        if condition.steps == "plain":
+        if steps == "plain":
             self.outcome = outcome
         return outcome
 
-    def _compare(self, subject: Subject | None, condition: Condition, model: MatrixNet) -> str:
-        file = self.folder / "checkpoint.ckpt"
-        save = resume = None
-        if condition.steps == "plain":
-            save = file
-        elif condition.steps == "resume":
-            resume = file
-        weights = train(condition, subject, model, save=save, resume=resume)
+    def _compare(self, subject: Subject, condition: Condition, weights: Weights) -> str:
         if condition.steps == "plain":
             self.whole = weights
-        if condition.steps == "resume":
-            expected = self.whole
-        else:
-            # A precision is compared with float32, other plugins with the same condition.
-            reference = (
-                replace(condition, precision="32-true") if _is_precision(subject) else condition
-            )
-            expected = self.plain.setdefault(reference, weights)
-        if not all(value.isfinite().all() for value in weights.values()):
-            return "fails: the weights are not finite"
+        reference = self.references.get((subject.label, condition))
+        expected = reference or self._without_plugin(subject, condition, weights)
         moved = largest_difference(expected, self.start)
-        if not largest_difference(weights, self.start) > 0.0 or not moved > 0.0:
-            return "fails: the weights did not change"
+        rounding = CLOSE[condition.precision] * moved
         distance = largest_difference(weights, expected)
-        if distance == 0.0 and (subject is None or subject.name not in ROUNDS):
+        if not 0.0 < moved < math.inf:
+            return "fails: the weights of the reference did not change, or are not finite"
+        needs_difference = reference and not ACTS[subject.label].plants
+        if needs_difference and largest_difference(expected, self.plain[condition]) <= rounding:
+            return "fails: there was nothing to do"
+        if distance == 0.0 and subject.name not in ROUNDS:
             return "identical"
-        if distance <= CLOSE[condition.precision] * moved:
+        if distance <= rounding:
             return "close"
-        share = f"the difference is {distance / moved:.2g} of the change by training"
-        if condition.steps == "resume":
-            strategy = subject.strategy if subject is not None else ""
-            strategy = strategy or condition.strategy
-            of_a_replica = subject is not None and subject.name in OF_A_REPLICA
-            if strategy in RESUMES_OTHERWISE or (of_a_replica and strategy == "diloco"):
-                return "changed"
-            return f"fails: the resumed run ends with other weights; {share}"
-        if subject is not None and subject.name in CHANGES:
+        if subject.name in CHANGES and not reference and distance < FAR * moved:
             return "changed"
-        return f"fails: it changes the weights; {share}"
+        return f"fails: other weights; the difference is {distance / moved:.2g} of the change"
 
-
-def _is_precision(subject: Subject | None) -> bool:
-    return subject is not None and subject.kind == "precision"
+    def _without_plugin(self, subject: Subject, condition: Condition, weights: Weights) -> Weights:
+        if condition.steps == "resume":
+            return self.whole
+        if subject.kind == "precision":  # another one
+            others = (condition._replace(precision=precision) for precision in PRECISIONS)
+            return next(self.plain[other] for other in others if other in self.plain)
+        return self.plain.setdefault(condition, weights)
 
 
 def run_cells(strategy: str, subjects: Sequence[Subject], folder: Path) -> dict[str, Cells]:
@@ -251,20 +250,19 @@ def run_cells(strategy: str, subjects: Sequence[Subject], folder: Path) -> dict[
     os.chdir(folder)  # some plugins write files
     runner = Runner(strategy, folder)
     found: dict[str, Cells] = {}
-    for subject in subjects:
-        cells = found.setdefault(subject.label, {})
-        for condition in conditions_of(strategy):
-            if condition.applies_to(subject):
-                print(subject.label, condition, flush=True)  # identifies a cell that hangs
-                cells[str(condition)] = runner.run(subject, condition)
+    for subject, condition in product(subjects, conditions_of(strategy)):
+        if condition.applies_to(subject):
+            print(subject.label, condition, flush=True)  # identifies a cell that hangs
+            found.setdefault(subject.label, {})[str(condition)] = runner.run(subject, condition)
     return found
 
 
 def run_strategy(strategy: str, subjects: Sequence[Subject]) -> dict[str, Cells]:
     """Run the cells of one strategy in new processes; return them by the subject's label."""
-    processes = 1 if strategy == "single" else 2
     with tempfile.TemporaryDirectory() as folder:
-        found: list[dict[str, Cells]] = launch(
-            run_cells, strategy, subjects, Path(folder), processes=processes, timeout=TIMEOUT
+        arguments = strategy, subjects, Path(folder)
+        launch(run_references, *arguments, processes=1, timeout=TIMEOUT)
+        cells: list[dict[str, Cells]] = launch(
+            run_cells, *arguments, processes=processes_of(strategy), timeout=TIMEOUT
         )
-    return found[0]
+    return cells[0]

@@ -4,14 +4,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from tests.helpers.models import FEATURES, ResumableLoader, SmallNet, batches_of
 
-BATCHES, BATCH_SIZE = 6, 8
-WIDTH = 8
+BATCHES, BATCH_SIZE = 7, 12
+WIDTH, HEADS = 8, 2
+BAD = (2, 3)
+"""Batches that are NaN or left out, if the model is to have such."""
+
+TOKENS = Shard(1)
+BLOCK = {
+    "norm": SequenceParallel(),
+    "qkv": ColwiseParallel(input_layouts=TOKENS),
+    "out": RowwiseParallel(output_layouts=TOKENS),
+}
+SEQUENCE_PARALLEL = {
+    "0": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=TOKENS),
+    **{f"{block}.{name}": style for block in (1, 2) for name, style in BLOCK.items()},
+    "3": PrepareModuleInput(
+        input_layouts=TOKENS, desired_input_layouts=Replicate(), use_local_output=True
+    ),
+}
 
 
 class Stem(nn.Module):
@@ -27,7 +53,7 @@ class Stem(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual attention block."""
+    """A residual attention block. Its heads may be on several ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,11 +62,9 @@ class Block(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        batch, length, _ = tokens.shape
-        qkv = self.qkv(self.norm(tokens)).view(batch, length, 3, 2, WIDTH // 2)
-        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
-        mixed = mixed.transpose(1, 2).reshape(batch, length, WIDTH)
-        return tokens + self.out(F.gelu(mixed))
+        qkv = self.qkv(self.norm(tokens)).unflatten(-1, (-1, 3, WIDTH // HEADS))
+        mixed = F.scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4))
+        return tokens + self.out(F.gelu(mixed.transpose(1, 2).flatten(2)))
 
 
 class Head(nn.Module):
@@ -60,28 +84,55 @@ class MatrixNet(SmallNet):
 
     Args:
         manual: Use manual optimization with two optimizers: one for the blocks, one for the rest.
+        bad: The batches :data:`BAD` are NaN.
+        memory: More than half a batch runs out of memory.
+        leave_out: Train without the batches :data:`BAD`.
+        merge: Number of batches that form one.
+        clip: Largest norm of an optimizer's gradients, on one process.
     """
 
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(
+        self,
+        manual: bool = False,
+        bad: bool = False,
+        memory: bool = False,
+        leave_out: bool = False,
+        merge: int = 1,
+        clip: float | None = None,
+    ) -> None:
         super().__init__()
         self.automatic_optimization = not manual
+        self.bad, self.memory, self.leave_out = bad, memory, leave_out
+        self.merge, self.clip = merge, clip
         self.begun = 0
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.layer = nn.Sequential(Stem(), Block(), Block(), Head())  # type: ignore[assignment]
 
     def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard
+        if self.device_mesh is None or hasattr(self, "sharded"):
+            return
+        self.sharded = True
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.layer, self.device_mesh["tensor_parallel"], SEQUENCE_PARALLEL)
+            return
+        for part in (*self.layer, self):  # type: ignore[misc]
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
-        if self.device_mesh is not None and not hasattr(self, "sharded"):
-            self.sharded = True
-            for part in self.layer:  # type: ignore[attr-defined]
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """This process's number among those that have different rows, and how many there are."""
+        if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 1:
+            return 0, 1
+        return self.global_rank, self.trainer.world_size
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.begun += 1
         inputs, targets = batch
+        if self.memory and 2 * len(inputs) * self.replicas[1] > BATCH_SIZE:
+            raise torch.OutOfMemoryError("planted")
+        if self.bad and batch_idx in BAD:
+            inputs = inputs * float("nan")
         loss = self.loss(self(inputs), targets)
         if self.automatic_optimization:
             return {"loss": loss}
@@ -92,6 +143,11 @@ class MatrixNet(SmallNet):
         for optimizer in optimizers:
             optimizer.step()
         return None
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.clip is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.clip)
 
     def configure_optimizers(self) -> Any:
         def sgd(*parts: nn.Module) -> Optimizer:
@@ -105,6 +161,12 @@ class MatrixNet(SmallNet):
 
     def train_dataloader(self) -> Any:
         """Distribute the rows of each batch over the ranks; together they form the same batch."""
-        rank, ranks = self.global_rank, self.trainer.world_size
-        rows = [tensor[rank::ranks] for tensor in batches_of(BATCHES, BATCH_SIZE).tensors]
-        return ResumableLoader(TensorDataset(*rows), batch_size=BATCH_SIZE // ranks)
+        rank, ranks = self.replicas
+        left_out = BAD if self.leave_out else ()
+        rows = [
+            row
+            for row in range(rank, BATCHES * BATCH_SIZE, ranks)
+            if row // BATCH_SIZE not in left_out
+        ]
+        tensors = [tensor[rows] for tensor in batches_of(BATCHES, BATCH_SIZE).tensors]
+        return ResumableLoader(TensorDataset(*tensors), self.merge * BATCH_SIZE // ranks)

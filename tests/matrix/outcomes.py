@@ -36,7 +36,8 @@ def describe_error(error: Exception, has_begun: bool) -> str:
         where = f"{Path(last.filename).name}:{last.lineno}"
         return f"fails: {type(error).__name__} in training, from {where}: {message}"
     # Only errors raised by this package or Lightning are refusals.
-    if "/lightning_opt/" in last.filename or "/lightning/" in last.filename:
+    packages = ("/lightning_opt/", "/lightning/", "/pytorch_lightning/")
+    if any(package in last.filename for package in packages):
         return f"refused: {message}"
     return f"fails: {type(error).__name__} from {Path(last.filename).name}: {message}"
 

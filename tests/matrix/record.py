@@ -5,43 +5,31 @@ from pathlib import Path
 from typing import Any
 
 from tests.matrix.cells import STRATEGIES, conditions_of
-from tests.matrix.subjects import CHANGES, RESUMES_OTHERWISE, Subject
+from tests.matrix.outcomes import Cells
+from tests.matrix.subjects import ACTS, Subject
 
 FILE = Path(__file__).parents[2] / "docs" / "matrix.json"
 AGAIN = "Run `make matrix`, check the changes, and commit docs/matrix.json."
 
-Matrix = dict[str, dict[str, Any]]
-"""Rows by label: kind, area and cells."""
-
-
-def describe(subject: Subject) -> dict[str, Any]:
-    """Return a row without cells."""
-    row: dict[str, Any] = {"name": subject.name, "kind": subject.kind, "area": subject.area}
-    if subject.name in CHANGES:
-        row["changes"] = CHANGES[subject.name]
-    if subject.strategy in RESUMES_OTHERWISE:
-        row["resumes"] = RESUMES_OTHERWISE[subject.strategy]
-    return {**row, "cells": {}}
-
 
 def expected_cells(subject: Subject) -> set[str]:
     """Return the columns of this subject's row."""
-    return {
-        str(condition)
-        for strategy in STRATEGIES
-        for condition in conditions_of(strategy)
-        if condition.applies_to(subject)
-    }
+    conditions = [condition for strategy in STRATEGIES for condition in conditions_of(strategy)]
+    return {str(condition) for condition in conditions if condition.applies_to(subject)}
 
 
-def read() -> Matrix:
-    rows: Matrix = json.loads(FILE.read_text())["rows"]
+def read() -> dict[str, dict[str, Any]]:
+    """Return the rows by label: ``cells``, and the text of ``acts``."""
+    rows: dict[str, dict[str, Any]] = json.loads(FILE.read_text())["rows"]
     return rows
 
 
-def write(rows: Matrix) -> None:
+def write(cells: dict[str, Cells]) -> None:
     import lightning
     import torch
 
     versions = {"torch": torch.__version__.partition("+")[0], "lightning": lightning.__version__}
+    rows: dict[str, dict[str, Any]] = {label: {"cells": row} for label, row in cells.items()}
+    for label, act in ACTS.items():
+        rows[label] = {"acts": act.text, **rows[label]}
     FILE.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")

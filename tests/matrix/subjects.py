@@ -26,6 +26,13 @@ INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
     "DynamicLossScale": {"init_scale": 1024.0},
 }
 
+TO_ACT: dict[str, Settings] = {
+    "ActivationCheckpointing": {"budget": 0.6, "strict": False},
+    "AdaptiveClipping": {"rule": "fixed_norm"},
+    "MemoryCleanup": {"threshold": 0.02, "release": 0.01, "cooldown_steps": 1},
+}
+"""Settings for the matrix only, where the defaults would find nothing to do."""
+
 AT_ONCE: dict[str, Settings] = {
     "CompressedDDPStrategy": {"warmup_steps": 2, "ramp_steps": 0},
     "DiLoCoStrategy": {"sync_every": 6},
@@ -41,24 +48,60 @@ MORE: dict[str, list[Settings]] = {
 }
 """Further settings that get their own row, because other conditions refuse them."""
 
+
+@dataclass(frozen=True)
+class Act:
+    """What a feature has to do in its row, and the run without it that gives the same weights.
+
+    Attributes:
+        text: What happens, for the page.
+        plants: Arguments of the model, without which the feature would have nothing to do.
+        instead: Arguments of the model in the run without the feature, on one process; None for a
+            run with the feature on one process.
+        steps: Where it acts; elsewhere it must change nothing.
+        never: Strategies under which it does not act.
+    """
+
+    text: str
+    plants: Settings = field(default_factory=dict)
+    instead: Settings | None = None
+    steps: tuple[str, ...] = ("plain", "accumulation", "manual")
+    never: tuple[str, ...] = ()
+
+
+IDLE = Act("", steps=())
+WHOLE_WINDOW = "the last window is short; compared with one large batch per step"
+ACTS = {
+    "Accumulation()": Act(WHOLE_WINDOW, instead={"merge": 2}, steps=("accumulation",)),
+    "Accumulation(schedule=2)": Act(WHOLE_WINDOW, instead={"merge": 2}),
+    'AdaptiveClipping(rule="fixed_norm")': Act(
+        "clips; compared with a run that clips by hand", instead={"clip": 1.0}
+    ),
+    'AdaptiveClipping(rule="unit_wise")': Act("clips; compared with one process"),
+    "MicroBatching()": Act(
+        "whole batches run out of memory; compared with a run in which they do not",
+        plants={"memory": True},
+        instead={},
+        never=("fsdp1", "fsdp2", "fsdp2_3", "tp"),  # they plan sizes instead, or raise an error
+    ),
+    "NonFiniteGuard()": Act(
+        "two batches are NaN; compared with a run without them",
+        plants={"bad": True},
+        instead={"leave_out": True},
+    ),
+}
+"""The acts of rows, by label."""
+
 CHANGES = {
-    "Accumulation": "fewer, larger steps",
-    "AdaptiveClipping": "clips",
-    "CurvaturePreconditioner": "divides gradients by the curvature",
-    "CompressedDDPStrategy": "gradients lose digits on the wire",
-    "DiLoCoStrategy": "replicas train by themselves for some steps",
-    "HookedDDPStrategy": "gradients lose digits on the wire",
+    "Accumulation",
+    "AdaptiveClipping",
+    "CompressedDDPStrategy",
+    "CurvaturePreconditioner",
+    "DiLoCoStrategy",
+    "DynamicBatchSize",  # a short last window becomes a batch, the mean of its own samples
+    "HookedDDPStrategy",
 }
-"""Plugins that change the weights, and why. All others must not."""
-
-_MEAN = "a checkpoint holds the mean of what the ranks have not sent yet"
-RESUMES_OTHERWISE = {
-    **dict.fromkeys(("ddp_int4", "ddp_int8", "ddp_powersgd", "ddp_threshold", "ddp_topk"), _MEAN),
-}
-"""Strategies whose resumed run differs from the uninterrupted run, and why."""
-
-OF_A_REPLICA = {"CurvaturePreconditioner"}
-"""Plugins with a state per replica under DiLoCo; a checkpoint holds only rank 0's."""
+"""Plugins that may change the weights where they have no act. All others must not."""
 
 ROUNDS = {"ChannelsLast", "CompileModel", "FusedOptimizer", "MicroBatching"}
 """Plugins that change the order of summation: their rounding depends on the processor."""
@@ -92,15 +135,17 @@ class Subject:
 
     def trainer_settings(self) -> Settings:
         """Return Trainer arguments with a new instance."""
+        if not self.name:
+            return {}
         kind = getattr(lo, self.name)
         if self.strategy:
             known = StrategyRegistry[self.strategy]["init_params"]
             known = {key: value for key, value in known.items() if key != "start_method"}
             return {"strategy": kind(**{**known, **AT_ONCE.get(self.name, {})})}
         takes = inspect.signature(kind).parameters
-        # To act within a few steps, without importing matplotlib.
-        usual = {"every_n_steps": 2, "figure": None}
-        plugin = kind(**{key: usual[key] for key in usual if key in takes} | self.settings)
+        # To act within a few steps.
+        usual = {"every_n_steps": 2} if "every_n_steps" in takes else {}
+        plugin = kind(**usual | self.settings)
         wrap: dict[str, Callable[[], Settings]] = {
             "callback": lambda: {"callbacks": [plugin]},
             "precision": lambda: {"plugins": [plugin]},
@@ -109,9 +154,18 @@ class Subject:
         return wrap[self.kind]()
 
 
-def find_subjects() -> list[Subject]:
-    """Return the rows, by area and name."""
+NO_PLUGIN = Subject("", "", "")
+"""The Trainer alone."""
+
+
+def find_subjects(to_act: bool = False) -> list[Subject]:
+    """Return the rows, by area and name.
+
+    Args:
+        to_act: With the settings of :data:`TO_ACT` instead of the defaults.
+    """
     kinds = {"callback": Callback, "precision": Precision, "profiler": Profiler}
+    first = INSTEAD_OF_DEFAULTS | (TO_ACT if to_act else {})
     found = []
     for name in lo.__all__:
         export = getattr(lo, name)
@@ -120,15 +174,11 @@ def find_subjects() -> list[Subject]:
         area = export.__module__.split(".")[1]
         for kind, base in kinds.items():
             if issubclass(export, base):
-                first = INSTEAD_OF_DEFAULTS.get(name, {})
-                found += [
-                    Subject(name, kind, area, settings) for settings in (first, *MORE.get(name, []))
-                ]
+                settings = [first.get(name, {}), *MORE.get(name, [])]
+                found += [Subject(name, kind, area, each) for each in settings]
         if issubclass(export, Strategy):
-            found += [
-                Subject(name, "strategy", area, strategy=string)
-                for string in strategy_strings(export)
-            ]
+            strings = strategy_strings(export)
+            found += [Subject(name, "strategy", area, strategy=string) for string in strings]
     return sorted(found, key=lambda subject: (subject.area, subject.label))
 
 
@@ -138,5 +188,5 @@ def strategy_strings(kind: type[Strategy]) -> list[str]:
     return [
         name
         for name, data in StrategyRegistry.items()
-        if data["strategy"] is kind and not name.endswith(variants)
+        if getattr(data["strategy"], "kind", None) is kind and not name.endswith(variants)
     ]

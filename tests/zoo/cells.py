@@ -90,7 +90,7 @@ class Row:
             return "identical"
         if distance <= ROUNDING * self.moved:
             return "close"
-        if subject.name in CHANGES.keys() | MORE_CHANGES.keys():
+        if subject.name in CHANGES | MORE_CHANGES.keys():
             is_finite = all(
                 torch.isfinite(weights[name]).all()
                 for name, value in self.plain.items()

@@ -18,20 +18,22 @@ Every feature on third-party models: tiny random configurations of `transformers
 fit of four batches on a CPU with the same fit without the feature; strategies run on two processes.
 `make matrix` runs all cells and writes this page; `make test` runs a sample. {count}
 
-| sign | |
+{signs}
+
+Versions: {versions}.
+"""
+
+LEGEND = """| sign | |
 |---|---|
 | = | the final weights are bit-identical |
 | ≈ | equal up to rounding (always, for features that change the order of summation) |
 | ≠ | different, as the feature intends |
 | ✗ | refused before the first step; the errors are listed below |
-| | not run |
-
-Versions: {versions}.
-"""
+| | not run |"""
 
 
-def render(content: Mapping[str, Any]) -> str:
-    """Return the page for the content of ``docs/zoo.json``."""
+def render(content: Mapping[str, Any], head: str = HEAD) -> str:
+    """Return the page for the content of ``docs/zoo.json`` or ``docs/clients.json``."""
     rows: Mapping[str, Mapping[str, str]] = content["rows"]
     features = list(dict.fromkeys(label for cells in rows.values() for label in cells))
     refusals: dict[str, list[str]] = {}
@@ -50,7 +52,7 @@ def render(content: Mapping[str, Any]) -> str:
     count = f"Of {len(found)} cells {fails or 'none'} fail{'s' if fails == 1 else ''}."
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     parts = [
-        HEAD.format(count=count, versions=versions),
+        head.format(count=count, versions=versions, signs=LEGEND),
         "## Outcome of each feature on each model\n",
         f"| | {' | '.join(rows)} |",
         "|---|" + ":---:|" * len(rows),
