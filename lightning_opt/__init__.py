@@ -1,5 +1,6 @@
 """Callbacks, strategies and plugins that make a Lightning Trainer faster, smaller and safer."""
 
+import importlib
 import importlib.machinery
 import sys
 
@@ -13,28 +14,30 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 class _StrategyStrings(importlib.machinery.PathFinder):
-    """Makes the strategy strings known as soon as there is a Lightning that could be given one."""
+    """Registers the strategy strings with each package of Lightning when it is imported."""
+
+    packages = ("lightning.pytorch", "pytorch_lightning")
 
     @classmethod
     def find_spec(cls, fullname: str, *where: object) -> importlib.machinery.ModuleSpec | None:
-        """Find Lightning, and nothing else."""
-        if fullname != "lightning.pytorch":
+        """Find the packages of Lightning, and nothing else."""
+        if fullname not in cls.packages:
             return None
         found = super().find_spec(fullname, *where)  # type: ignore[arg-type]
         if found is not None and found.loader is not None:
             load = found.loader.exec_module
-            found.loader.exec_module = lambda module: cls.register(load(module))  # type: ignore[method-assign]
+            found.loader.exec_module = lambda module: cls.register(fullname, load(module))  # type: ignore[method-assign]
         return found
 
     @staticmethod
-    def register(_: object = None) -> None:
-        """Register them."""
+    def register(package: str, _: object = None) -> None:
+        """Register them with one package."""
         from lightning_opt.strategies.strategy_strings import register_strategies
 
-        register_strategies()
+        register_strategies(importlib.import_module(f"{package}.strategies").StrategyRegistry)
 
 
-if "lightning.pytorch" in sys.modules:
-    _StrategyStrings.register()
-else:
-    sys.meta_path.insert(0, _StrategyStrings)
+for _package in _StrategyStrings.packages:
+    if _package in sys.modules:
+        _StrategyStrings.register(_package)
+sys.meta_path.insert(0, _StrategyStrings)

@@ -3,8 +3,8 @@
 from .batching.accumulation.accumulation import Accumulation as Accumulation
 from .batching.accumulation.gradient_accumulator import GradientAccumulator as GradientAccumulator
 from .batching.batch_size.dynamic_batch_size import DynamicBatchSize as DynamicBatchSize
+from .batching.batch_size.find_batch_size import find_batch_size as find_batch_size
 from .batching.batch_size.search import FoundSizes as FoundSizes
-from .batching.batch_size.trials import find_batch_size as find_batch_size
 from .batching.micro_batching.micro_batching import MicroBatching as MicroBatching
 from .core.modules.batches import UnsplittableBatchError as UnsplittableBatchError
 from .core.modules.batches import micro_batches as micro_batches
@@ -64,6 +64,8 @@ from .profiling.doctor.doctor import Diagnosis as Diagnosis
 from .profiling.doctor.doctor import doctor as doctor
 from .profiling.flops import count_flops as count_flops
 from .profiling.monitor.performance_monitor import PerformanceMonitor as PerformanceMonitor
+from .profiling.run_report.run_report import RunReport as RunReport
+from .profiling.run_report.run_report import report as report
 from .profiling.steps.step_profiler import StepProfiler as StepProfiler
 from .strategies.compression.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
 from .strategies.compression.hooked_ddp import HookedDDPStrategy as HookedDDPStrategy

@@ -8,6 +8,7 @@ import gc
 import importlib
 import inspect
 import json
+import os
 import pickle
 import threading
 import weakref
@@ -27,6 +28,8 @@ from tests.helpers.syncs import each_path
 from tests.helpers.trainers import quiet_trainer
 
 Settings = dict[str, Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore:Trials of batch sizes run without")
 
 SETTINGS: dict[str, list[Settings]] = {
     "Accumulation": [
@@ -49,20 +52,18 @@ SETTINGS: dict[str, list[Settings]] = {
     "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0}],
     "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],
     "ChannelsLast": [{"policy": "always"}],
-    "DynamicBatchSize": [
-        {"budget_mb": 1e6, "grow": 1.5, "scale_lr": "sqrt"},
-    ],
+    "DynamicBatchSize": [{"budget_mb": 1e6, "max_size": 6, "scale_lr": "sqrt"}],
     "DataMonitor": [{"every_n_steps": 2, "threshold": 0.0, "patience": 1}],
     "DataPipelineTuner": [{"max_workers": 1, "random_items": "refuse", "verbose": False}],
     "GarbageCollection": [{"every_n_steps": 5}],
-    "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
+    "GradientHealth": [{"every_n_steps": 5, "activations": True}],
     "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],
     "MemoryCleanup": [
         {"threshold": 0.001, "release": 0.0, "cooldown_steps": 0, "every_n_steps": 3},
         {"threshold": 0.01, "release": 0.0, "actions": ["malloc_trim"], "every_n_steps": 1},
     ],
     "MemoryProfiler": [
-        {"every_n_steps": 5, "modules": True, "figure": None, "file": None},
+        {"every_n_steps": 5, "modules": True, "file": None},
     ],
     "MicroBatching": [{"size": 3}],
     "PerformanceMonitor": [
@@ -135,15 +136,27 @@ def fit(*callbacks: Callback, model: SmallNet | None = None, **settings: Any) ->
     return model
 
 
+class FailAt(Callback):
+    """Makes a SmallNet raise an error in a step of the training, not of trials before it."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer, pl_module):
+        pl_module.fail_at = self.step
+
+
 def fit_until_error(*callbacks: Callback, fail_at: int) -> None:
     with pytest.raises(ArithmeticError, match="planted"):
-        fit(*callbacks, model=SmallNet(fail_at=fail_at))
+        fit(*callbacks, FailAt(fail_at))
 
 
 @pytest.fixture(autouse=True)
-def _process_is_unchanged() -> Iterator[None]:
-    before = process_footprint()
+def _process_is_unchanged(tmp_path: Path) -> Iterator[None]:
+    before, folder = process_footprint(), Path.cwd()
+    os.chdir(tmp_path)  # some callbacks write files
     yield
+    os.chdir(folder)
     for thread in threading.enumerate():  # a loader's queue thread ends shortly after its workers
         if thread.name not in before["threads_alive"]:
             thread.join(timeout=60.0)
@@ -297,11 +310,13 @@ def test_two_instances_work_or_raise_an_error_that_names_the_class(name):
 # --- what is left behind ------------------------------------------------------------------------
 
 
-def footprint_after_fit(model: SmallNet, *callbacks: Callback) -> dict[str, Any]:
+def footprint_after_fit(
+    fail_at: int | None, model: SmallNet, *callbacks: Callback
+) -> dict[str, Any]:
     """Fit until the end or the model's error, and describe the model and the Trainer."""
-    trainer = quiet_trainer(callbacks=list(callbacks))
+    trainer = quiet_trainer(callbacks=[*callbacks, FailAt(fail_at)])
     parameters, forward = [id(p) for p in model.parameters()], model.forward
-    if model.fail_at is None:
+    if fail_at is None:
         trainer.fit(model)
     else:
         with pytest.raises(ArithmeticError, match="planted"):
@@ -313,15 +328,15 @@ def footprint_after_fit(model: SmallNet, *callbacks: Callback) -> dict[str, Any]
 
 @functools.cache
 def footprint_without_callback(fail_at: int | None) -> dict[str, Any]:
-    return footprint_after_fit(SmallNet(fail_at=fail_at))
+    return footprint_after_fit(fail_at, SmallNet())
 
 
 @each_case
 @pytest.mark.parametrize("fail_at", [None, 0, 3])
 def test_model_and_trainer_are_unchanged_and_released(name, settings, fail_at):
     """A callback kept for its report holds no reference to model, optimizer or gradients."""
-    callback, model = build(name, settings), SmallNet(fail_at=fail_at)
-    assert footprint_after_fit(model, callback) == footprint_without_callback(fail_at)
+    callback, model = build(name, settings), SmallNet()
+    assert footprint_after_fit(fail_at, model, callback) == footprint_without_callback(fail_at)
     parts = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
     del model, callback.log, callback.log_dict  # Lightning sets the model's methods on callbacks
     gc.collect()

@@ -19,7 +19,7 @@ OPTIONAL = {"IPython", "jsonargparse", "matplotlib", "pandas", "pynvml", "rich",
 # Lightning may have imported some of the optional packages already; afterwards their import fails.
 READ_IMPORTS = f"""
 import json, sys
-import lightning.pytorch, lightning.pytorch.strategies
+import lightning.pytorch, lightning.pytorch.strategies, pytorch_lightning
 before = set(sys.modules)
 for name in before | {OPTIONAL}:
     if name.partition(".")[0] in {OPTIONAL}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -56,6 +57,26 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return ``"; did you mean '...'?"`` with the closest known name, or ``"."`` without one."""
     matches = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else "."
+
+
+def given_arguments(part: object, usual: Sequence[Any] = ()) -> str:
+    """Return the constructor's arguments that differ from their defaults, as ``name=value, ...``.
+
+    Values are taken from attributes of the same name, as far as there are any.
+
+    Args:
+        part: The object.
+        usual: Values that do not differ from a default of None.
+    """
+    found = []
+    for name, parameter in inspect.signature(type(part)).parameters.items():
+        schedule = getattr(part, "_schedule", None)  # of reports
+        value = getattr(part, name, getattr(schedule, name, parameter.default))
+        is_plain = isinstance(value, (bool, int, float, str))
+        is_usual = value == parameter.default or (parameter.default is None and value in usual)
+        if is_plain and not is_usual:
+            found.append(f"{name}={value!r}")
+    return ", ".join(found)
 
 
 def function_named(name: str, given: Callable[..., Any] | str | None) -> Any:

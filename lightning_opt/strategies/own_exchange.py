@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_opt.core.modules.sharding import CustomExchange, flat_parameter_groups, is_dtensor
+from lightning_opt.trainer.lightning import BaseDDPStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
-class OwnExchangeStrategy(CustomExchange, DDPStrategy):
+class OwnExchangeStrategy(CustomExchange, BaseDDPStrategy):
     """DDP with its own exchange, whose state is saved in checkpoints.
 
     Args:
@@ -42,7 +43,7 @@ class OwnExchangeStrategy(CustomExchange, DDPStrategy):
         self._undo = ExitStack()
 
     @property
-    def _module(self) -> LightningModule:
+    def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -69,7 +70,7 @@ class OwnExchangeStrategy(CustomExchange, DDPStrategy):
         """Load a checkpoint, and store the state of the exchange until training starts."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if module is not None and module.trainer.state.fn == "fit":
             self._resumed = checkpoint.get(self.checkpoint_key)
             if self._resumed is None:
                 rank_zero_warn(

@@ -20,7 +20,10 @@ from tests.test_contracts import build, each_case
 EXEMPT = (reading.__file__, "/split_check.py")
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's compiler imports it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script"),  # torch's compiler imports it
+    pytest.mark.filterwarnings("ignore:Trials of batch sizes run without"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
@@ -14,9 +13,8 @@ from lightning_opt.batching.accumulation.counting import count_with, quotient
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
 from lightning_opt.batching.micro_batching.rollback import HeldGradients
 from lightning_opt.batching.peaks import LimitMeter
-from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, growth_figures, live_bytes
+from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, live_bytes
 from lightning_opt.core.modules.preserve import StepState
-from lightning_opt.memory.checkpointing import offloading
 from lightning_opt.memory.meters import StorageMeter, measuring, storage_bytes
 from tests.helpers.fake_cuda import (
     FIRST,
@@ -55,7 +53,6 @@ def test_memory_meters_agree():
             assert meter.mark() == counted.mark() == 300
         assert storage_bytes([before, *views, torch.empty(7)], FIRST) == 400
         assert live_bytes(FIRST) == 400
-        assert growth_figures(FIRST) == (400,)
         assert run.read() == 600
         (usage,) = MemoryLimits(FIRST, host=False).read()
         assert (usage.source, usage.used, usage.total) == ("cuda:0", 400, 1000)
@@ -63,28 +60,12 @@ def test_memory_meters_agree():
         assert (peak.current, peak.share) == (400 / 800, 600 / 800)
 
 
-def test_offloaded_tensors_are_copied_in_stream_order_without_waiting(monkeypatch):
-    monkeypatch.setattr(offloading, "Tensor", FakeTensor)  # it skips other subclasses
-    offload = offloading.Offload()
-    current = FakeStream.current(FIRST)
-    tensors = [block(100) for _ in range(3)]
-    with Copies() as copies:
-        held = [offload.pack(tensor) for tensor in tensors]
-        assert offload.pack(tensors[0]) is held[0]
-        back = [one.to_device() for one in reversed(held) if isinstance(one, offloading.HostCopy)]
-    assert [tensor.device for tensor in back] == [FIRST] * 3
-    assert offload.nbytes == 300
-    assert {copy.stream for copy in (*copies.to_host, *copies.to_device)} == {current}
-    assert not any(copy.waited for copy in (*copies.to_host, *copies.to_device))
-
-
 @needs_cuda_build
 @pytest.mark.parametrize("policy", ["block", "custom", "selective", "none"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_checkpointed_blocks_are_recomputed_on_the_device_under_the_same_autocast(
-    policy, precision, monkeypatch
+    policy, precision
 ):
-    monkeypatch.setattr(offloading, "Tensor", FakeTensor)
     seen: list[bool] = []
 
     class Noted(nn.Module):

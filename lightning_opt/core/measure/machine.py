@@ -6,6 +6,8 @@ import logging
 import os
 import platform
 import shutil
+import subprocess
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,6 +104,15 @@ def describe_machine(device: str) -> str:
     if device == "cuda" and torch.cuda.is_initialized():
         parts.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
     return ", ".join(parts)
+
+
+def commit_of_folder() -> str:
+    """Return the git commit of the working directory, empty without one."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+    return ""
 
 
 # --- the NVIDIA driver (NVML) -------------------------------------------------------------------

@@ -57,9 +57,9 @@ _STATM = "/proc/self/statm"
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-def _peak_resident() -> int:
+def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def system_memory() -> Usage:
@@ -115,9 +115,36 @@ class MemoryLimits:
         return Usage(str(self.device), total - free - reusable, total)
 
 
-def growth_figures(device: torch.device) -> tuple[int, ...]:
-    """Return readings that are cheap enough for every step and grow before a limit is reached."""
-    return (live_bytes(device),) if device.type == "cuda" else process_memory()
+def peak_memory(device: torch.device) -> int:
+    """Return the peak so far: of tensors on CUDA, else of the resident memory of this process.
+
+    Others may have reset it. On systems that record no peak it is the current memory.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) if torch.cuda.is_initialized() else 0
+    return _process_peak("VmHWM")
+
+
+def _process_peak(field: str) -> int:
+    try:
+        return _status(field)
+    except OSError:  # not Linux
+        resident, virtual = process_memory()
+        return virtual if field == "VmPeak" else resident
+
+
+def peak_usage(device: torch.device) -> Usage | None:
+    """Return the limit that this process came nearest to, with its largest use so far."""
+    peak = peak_memory(device)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory if peak else 0
+        return Usage(str(device), peak, total) if total else None
+    peaks = {"address space": _process_peak("VmPeak")}
+    usages = [
+        Usage(now.source, max(now.used, peaks.get(now.source, peak)), now.total)
+        for now in MemoryLimits(device).read()
+    ]
+    return max(usages, key=lambda usage: usage.fraction, default=None)
 
 
 def live_bytes(device: torch.device) -> int:
@@ -185,7 +212,7 @@ class PeakMeter:
                 peak += stats.get("inactive_split_bytes.all.peak", 0)
                 peak = min(peak, torch.cuda.max_memory_reserved(self._device))
         else:
-            peak = resident_memory() if self.samples else _peak_resident()
+            peak = resident_memory() if self.samples else _status("VmHWM")
         self._largest = max(self._largest, peak)
 
     def read(self) -> int:

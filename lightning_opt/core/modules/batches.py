@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,39 +24,69 @@ Batch = TypeVar("Batch")
 
 
 class UnsplittableBatchError(ValueError):
-    """Raised for a batch that cannot be split into samples."""
+    """Raised for a batch that cannot be counted or split into samples."""
 
 
-def batch_length(batch: Any) -> int:
-    """Return the number of samples. Raise if the tensors disagree, or if there are none."""
-    lengths: dict[int, str] = {}
-    for place, leaf in _leaves(batch, "batch"):
-        if not _is_shared(leaf):
-            lengths.setdefault(len(leaf), place)
-    if not lengths:
-        raise UnsplittableBatchError(f"There is no tensor in the batch to split. {ADVICE}")
-    if len(lengths) > 1:
-        found = ", ".join(f"{place} has {length}" for length, place in lengths.items())
-        raise UnsplittableBatchError(
-            f"The parts of the batch have different numbers of samples: {found}. {ADVICE}"
-        )
-    return next(iter(lengths))
+class Reading(NamedTuple):
+    """How a batch is read.
+
+    Attributes:
+        samples: The number of samples.
+        lists: Ids of the lists that have one entry per sample, rather than one per field.
+    """
+
+    samples: int
+    lists: frozenset[int]
+
+
+def read_batch(batch: Any) -> Reading:
+    """Count the samples of a batch, and find its lists of samples.
+
+    A list such as ``[x, y]`` holds fields with one row per sample. A list of entries that are
+    alike, such as ``[(image, 3), (image, 5)]``, holds samples if the entries have a scalar, or if
+    they differ in length.
+
+    Raises:
+        UnsplittableBatchError: If the parts of the batch have different numbers of samples, or if
+            none has a number.
+    """
+    counts = _counts(batch, is_top=True)
+    if not counts:
+        raise UnsplittableBatchError(_explain(batch))
+    lists = dict(_lists(batch, counts[0], is_top=True))
+    # Beside a list that must hold samples, lists of the same length hold samples too.
+    return Reading(counts[0], frozenset(lists if any(lists.values()) else ()))
+
+
+def samples_in(batch: Any, default: int) -> int:
+    """Return the number of samples, for reports.
+
+    If the parts of the batch have different numbers, the first one counts; if there is none, the
+    ``default``.
+    """
+    try:
+        return read_batch(batch).samples
+    except UnsplittableBatchError:
+        lengths = (length for _, leaf in _leaves(batch, "batch") for length in _length(leaf))
+        return next(lengths, default)
 
 
 def split_batch(batch: Batch, size: int) -> list[Batch]:
     """Split a batch into parts of at most ``size`` samples, as equal as possible.
 
-    Tensors and arrays are cut along their first dimension, into views. Lists and tuples without
-    tensors inside have one entry per sample. Numbers, strings, ``None`` and tensors without
-    dimensions belong to every part. Mappings (including Hugging Face's), lists, tuples, named
-    tuples and dataclasses are rebuilt around the parts.
+    Tensors, arrays and TensorDicts are cut along their first dimension, into views. Batches of
+    PyTorch Geometric are split into graphs. Lists and tuples have one entry per sample, or they
+    hold fields that are cut. Numbers, strings, ``None`` and tensors without dimensions belong to
+    every part. Mappings (including Hugging Face's), named tuples and dataclasses are rebuilt around
+    the parts.
 
     Args:
         batch: A batch as returned by the DataLoader.
         size: The largest number of samples in a part, at least 1.
 
     Raises:
-        UnsplittableBatchError: See :func:`batch_length`.
+        UnsplittableBatchError: If the parts of the batch have different numbers of samples, or if
+            one of them cannot be cut.
         ValueError: For a ``size`` below 1.
 
     Example:
@@ -68,10 +98,7 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
         {'text': ['a'], 'label': tensor([0]), 'scale': 0.5}
         {'text': ['b', 'c'], 'label': tensor([1, 2]), 'scale': 0.5}
     """
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}.")
-    samples = batch_length(batch)
-    return [part for part, _ in split_into(batch, max(1, -(-samples // size)))]
+    return [part for part, _ in _parts_of(batch, size)]
 
 
 def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
@@ -85,7 +112,7 @@ def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
         size: The largest number of samples in a part, at least 1.
 
     Raises:
-        UnsplittableBatchError: See :func:`batch_length`.
+        UnsplittableBatchError: See :func:`split_batch`.
         ValueError: For a ``size`` below 1.
 
     Example:
@@ -98,22 +125,30 @@ def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
         >>> weight.grad
         tensor([3.])
     """
-    parts = split_batch(batch, size)
-    lengths = [batch_length(part) for part in parts]
-    return [(part, length / sum(lengths)) for part, length in zip(parts, lengths, strict=True)]
+    parts = _parts_of(batch, size)
+    total = sum(samples for _, samples in parts)
+    return [(part, samples / total) for part, samples in parts]
 
 
-def split_into(batch: Batch, parts: int) -> list[tuple[Batch, int]]:
+def _parts_of(batch: Batch, size: int) -> list[tuple[Batch, int]]:
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}.")
+    reading = read_batch(batch)
+    return split_into(batch, max(1, -(-reading.samples // size)), reading)
+
+
+def split_into(batch: Batch, parts: int, reading: Reading) -> list[tuple[Batch, int]]:
     """Split a batch into ``parts`` parts, and return each with its number of samples."""
-    samples = batch_length(batch)
     if parts == 1:
-        return [(batch, samples)]
-    ends = [samples * number // parts for number in range(parts + 1)]
-    return [(_cut(batch, start, end), end - start) for start, end in pairwise(ends)]
+        return [(batch, reading.samples)]
+    ends = [reading.samples * number // parts for number in range(parts + 1)]
+    return [(_cut(batch, start, end, reading.lists), end - start) for start, end in pairwise(ends)]
 
 
 def copy_containers(batch: Batch) -> Batch:
     """Return the same tensors in new containers; containers that cannot be rebuilt are kept."""
+    if _is_graphs(batch):
+        return copy.copy(batch)
     if not _is_container(batch):
         return batch
     try:
@@ -150,16 +185,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
-def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor of a batch that has dimensions, or 1."""
-    first = batch
-    while isinstance(first, (tuple, list)) and first:  # fast path for the usual batches
-        first = first[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return len(first)
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
-
-
 def check_tokens(tokens: int | str | None) -> int | str | None:
     if tokens is None or isinstance(tokens, str):
         return tokens
@@ -173,7 +198,7 @@ def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:
     error for a missing tensor names the class ``owner``.
     """
     if isinstance(tokens, int):
-        return tokens * samples_in(batch)
+        return tokens * samples_in(batch, default=1)
     part = batch.get(tokens) if isinstance(batch, Mapping) else None
     if not isinstance(part, Tensor):
         has = f"has {list(batch)}" if isinstance(batch, Mapping) else f"is a {type(batch)}"
@@ -192,6 +217,16 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def _is_graphs(value: Any) -> bool:
+    """Return whether a value is a batch of graphs of PyTorch Geometric."""
+    return hasattr(value, "to_data_list") and hasattr(type(value), "from_data_list")
+
+
+def _has_rows(value: Any) -> bool:
+    """Return whether a value is a TensorDict or a tensorclass, which are sliced like tensors."""
+    return isinstance(getattr(value, "batch_size", None), torch.Size) and bool(value.batch_size)
+
+
 def _is_shared(leaf: Any) -> bool:
     """Return whether a leaf is the same in every part."""
     if isinstance(leaf, (Tensor, np.ndarray)):
@@ -200,14 +235,39 @@ def _is_shared(leaf: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    """Return whether the entries are cut one by one, instead of the container itself."""
+    """Return whether the entries are read one by one, instead of the container itself."""
     if isinstance(value, Tensor):  # fast path
         return False
     if isinstance(value, Mapping) or _is_dataclass(value) or _is_named_tuple(value):
-        return not isinstance(value, PackedSequence)
+        return not isinstance(value, PackedSequence) and not _has_rows(value)
     if isinstance(value, (list, tuple)):
         return any(isinstance(item, (Tensor, np.ndarray)) or _is_container(item) for item in value)
     return False
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether a container may have one entry per sample."""
+    return isinstance(value, (list, tuple)) and not _is_named_tuple(value)
+
+
+def _may_hold_samples(value: Any, is_top: bool = False) -> bool:
+    """Return whether a container is a list whose entries are alike; looks at three of them."""
+    # A batch such as (source, target) is no list of two tensors.
+    if not _is_list(value) or (is_top and not _is_container(value[0])):
+        return False
+    kinds = {
+        tuple(key for key, _ in _entries(item))
+        if _is_container(item)
+        else (getattr(item, "dtype", 0), getattr(item, "ndim", 0))
+        for item in (*value[:2], value[-1])
+    }
+    return len(kinds) == 1
+
+
+def _has_scalar(item: Any) -> bool:
+    return _is_container(item) and any(
+        _is_shared(leaf) and leaf is not None for leaf in leaves_of(item)
+    )
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
@@ -218,32 +278,99 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value))
 
 
+def _counts(value: Any, is_top: bool = False) -> tuple[int, ...] | None:
+    """Return the possible numbers of samples, the likeliest first; None if any is possible."""
+    if not _is_container(value):
+        return None if _is_shared(value) else _length(value)
+    fields = _field_counts(value)
+    if not _may_hold_samples(value, is_top):
+        return fields
+    return tuple(dict.fromkeys([*(fields or ()), len(value)]))
+
+
+def _field_counts(value: Any) -> tuple[int, ...] | None:
+    """Return the possible numbers of samples if each entry is a field."""
+    common: tuple[int, ...] | None = None
+    if _may_hold_samples(value) and all(map(_has_scalar, value[:2])):
+        return common
+    for _, item in _entries(value):
+        counts = _counts(item)
+        if counts is not None:
+            common = counts if common is None else tuple(n for n in common if n in counts)
+    return common
+
+
+def _length(leaf: Any) -> tuple[int, ...]:
+    """Return the number of samples in a leaf, or nothing if it is unknown."""
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        return (leaf.size(0) if isinstance(leaf, Tensor) else len(leaf),)
+    if isinstance(leaf, PackedSequence):
+        return (int(leaf.batch_sizes[0]),)
+    if _has_rows(leaf):
+        return (leaf.batch_size[0],)
+    # The length of a mapping, such as a single graph, is its number of fields.
+    has_length = hasattr(leaf, "__len__") and not hasattr(leaf, "keys")
+    return (len(leaf),) if has_length or _is_graphs(leaf) else ()
+
+
+def _lists(value: Any, samples: int, is_top: bool = False) -> Iterator[tuple[int, bool]]:
+    """Yield the ids of lists that can have one entry per sample, and whether they must."""
+    if not _is_container(value):
+        return
+    may = _may_hold_samples(value, is_top) and len(value) == samples
+    if may and samples not in (_field_counts(value) or ()):
+        yield id(value), True
+        return
+    inner = [found for _, item in _entries(value) for found in _lists(item, samples)]
+    if may and not any(must for _, must in inner):
+        yield id(value), False
+    yield from inner
+
+
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves to cut or share, each with its place in the batch for errors."""
     if _is_container(value):
         for key, item in _entries(value):
             yield from _leaves(item, f"{place}[{key!r}]")
-        return
-    _check_leaf(value, place)
-    yield place, value
+    elif not _is_shared(value):
+        yield place, value
 
 
-def _check_leaf(value: Any, place: str) -> None:
+def _explain(batch: Any) -> str:
+    """Return the reason why the samples of a batch cannot be counted."""
+    lengths: dict[int, str] = {}
+    for place, leaf in _leaves(batch, "batch"):
+        length = _length(leaf)
+        if not length:
+            return f"{place} is {_describe(leaf)}, whose samples cannot be counted. {ADVICE}"
+        lengths.setdefault(length[0], place)
+    if not lengths:
+        return f"There is no tensor in the batch to split. {ADVICE}"
+    found = ", ".join(f"{place} has {length}" for length, place in lengths.items())
+    return f"The parts of the batch have different numbers of samples: {found}. {ADVICE}"
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+    return f"an object of type {type(leaf).__module__}.{type(leaf).__qualname__}"
+
+
+def _cut(value: Any, start: int, end: int, lists: frozenset[int]) -> Any:
+    if _is_container(value) and id(value) not in lists:
+        return _rebuild(value, lambda item: _cut(item, start, end, lists))
+    if _is_shared(value):
+        return value
+    if _is_graphs(value):
+        return type(value).from_data_list(value.to_data_list()[start:end])
     if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_nested:
-            return
-        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
-    elif isinstance(value, np.ndarray) or _is_shared(value) or type(value) in (list, tuple):
-        return
+        sliceable = value.layout is torch.strided and not value.is_nested
     else:
-        kind = f"of type {type(value).__module__}.{type(value).__qualname__}"
-    raise UnsplittableBatchError(f"{place} is {kind}, which cannot be cut into samples. {ADVICE}")
-
-
-def _cut(value: Any, start: int, end: int) -> Any:
-    if _is_container(value):
-        return _rebuild(value, lambda item: _cut(item, start, end))
-    return value if _is_shared(value) else value[start:end]
+        sliceable = isinstance(value, np.ndarray) or _is_list(value)
+    if not sliceable and not _has_rows(value):
+        raise UnsplittableBatchError(
+            f"The batch has {_describe(value)}, which cannot be cut into samples. {ADVICE}"
+        )
+    return value[start:end]
 
 
 def _rebuild(value: Any, change: Any) -> Any:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import random
+import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple, deque)
-"""Types of attributes that are restored: counters, flags, collected outputs."""
+from lightning_opt.core.modules.state_kinds import (
+    INTERNALS,
+    PLAIN,
+    has_user_state,
+    kind_of,
+)
 
 MAX_COPIED_ENTRIES = 1000
 """Containers with more entries are not copied; only their length is restored."""
@@ -35,13 +40,8 @@ MAX_ATTRIBUTE_BYTES = 64 * 2**20
 """On the first batch larger tensor attributes, such as data sets, are not copied. Buffers of any
 size are copied."""
 
-_CONTAINERS = (list, dict, set, deque)
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_STANDARD = sys.stdlib_module_names - {"__main__"}
-_INTERNALS = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
-
-MERSENNE_TWISTER = 625 * 4
-"""Bytes of the state of NumPy's global generator: 624 words and a position."""
+_Twister = ctypes.c_char * (625 * 4)
+"""The state of Python's and NumPy's global generators: 624 words and a position."""
 
 Undo = Callable[[], object]
 
@@ -60,6 +60,10 @@ class StepState:
 
     The first batch shows which tensors a step writes. From then on a large tensor is copied only if
     it was written.
+
+    Attributes:
+        parameters_change: Whether a step is known to write parameters, perhaps through ``.data``,
+            where it cannot be detected.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -68,8 +72,9 @@ class StepState:
         modules = list(module.modules())
         self._buffers = [owner._buffers for owner in modules if owner._buffers]
         # torch's own layers, which most modules are, have no state in attributes.
-        self._attributes = [vars(owner) for owner in modules if _has_user_state(type(owner))]
+        self._attributes = [vars(owner) for owner in modules if has_user_state(type(owner))]
         self._written: set[tuple[int, Any]] | None = None
+        self.parameters_change = False
         self.clear()
 
     def clear(self) -> None:
@@ -79,7 +84,7 @@ class StepState:
 
     def take(self) -> None:
         self._versions = [parameter._version for parameter in self._parameters]
-        self._undo, self._tensors = list(random_states([self._device])), []
+        self._undo, self._tensors = random_states([self._device]), []
         for buffers in self._buffers:
             self._undo.append(functools.partial(buffers.update, buffers.copy()))
             for name, buffer in buffers.items():
@@ -108,8 +113,8 @@ class StepState:
     ) -> None:
         before: dict[str, Any] = {}
         for name, value in attributes.items():
-            kind = _kind(type(value))  # type: ignore[arg-type]
-            if not kind or name in _INTERNALS or "_hooks" in name:
+            kind = kind_of(type(value))  # type: ignore[arg-type]
+            if not kind or name in INTERNALS or "_hooks" in name:
                 continue
             if kind == "tensor":
                 # A tensor with a graph is created by each step; a copy would keep its graph alive.
@@ -148,7 +153,7 @@ class StepState:
             if len(value) <= MAX_SEARCHED_ENTRIES:
                 entries = value.items() if isinstance(value, dict) else enumerate(value)
                 for name, entry in entries:
-                    inner = _kind(type(entry))  # type: ignore[arg-type]
+                    inner = kind_of(type(entry))  # type: ignore[arg-type]
                     if inner == "tensor" and entry.grad_fn is None:
                         self._save_tensor(
                             value, name, entry, ALWAYS_COPIED_BYTES, limit_unwritten=0
@@ -160,7 +165,7 @@ class StepState:
         """After the first batch that succeeds, record which tensors the step writes."""
         if self._written is None:
             self._written = {
-                (id(saved.place), saved.name) for saved in self._tensors if saved.changed
+                (id(saved.place), saved.name) for saved in self._tensors if saved.is_written()
             }
 
     @torch.no_grad()
@@ -171,7 +176,8 @@ class StepState:
             CannotUndoError: If a parameter was written (unless ``parameters`` is False), or a large
                 tensor that the first batch did not write. Nothing is restored then.
         """
-        if parameters and self._versions != [p._version for p in self._parameters]:
+        changed = self._versions != [p._version for p in self._parameters]
+        if parameters and (changed or self.parameters_change):
             raise CannotUndoError(
                 "The step has changed parameters (such as those of a moving average) before it "
                 "failed, so it cannot be rolled back and retried. Change them in "
@@ -202,6 +208,12 @@ class _SavedTensor(NamedTuple):
     @property
     def changed(self) -> bool:
         return _version(self.tensor) != self.version
+
+    def is_written(self) -> bool:
+        """Return whether the tensor has changed, also through ``.data``, which has no version."""
+        if self.copy is None or self.copy.layout is not torch.strided:
+            return self.changed
+        return self.changed or not torch.equal(self.copy, self.tensor)
 
 
 def _version(tensor: Tensor) -> int:
@@ -243,50 +255,93 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _has_user_state(kind: type) -> bool:
-    return any(not base.__module__.startswith("torch.") for base in kind.__mro__[:-1])
-
-
-def random_states(
-    devices: Iterable[torch.device], generators: Iterable[Any] = ()
-) -> Iterator[Undo]:
-    """Yield functions that restore the random states of Python, NumPy, torch and ``generators``."""
-    yield functools.partial(random.setstate, random.getstate())
-    yield _NumpyState.current().restore
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> list[Undo]:
+    """Return functions that restore the state of Python, NumPy, torch and ``generators``."""
+    undo: list[Undo] = [
+        _PYTHON.save(),
+        _NUMPY.save(),
+        functools.partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
     for device in devices:
         if device.type == "cuda":
             state = torch.cuda.get_rng_state(device)
-            yield functools.partial(torch.cuda.set_rng_state, state, device)
+            undo.append(functools.partial(torch.cuda.set_rng_state, state, device))
         elif device.type == "mps":
-            yield functools.partial(torch.mps.set_rng_state, torch.mps.get_rng_state())
-    yield from map(_generator_state, generators)
+            undo.append(functools.partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+    undo.extend(map(_generator_state, generators))
+    return undo
 
 
-class _NumpyState(NamedTuple):
-    """NumPy's global random state, read and written (0.05 ms each) only if it has changed."""
+class _GlobalGenerator:
+    """Python's or NumPy's global generator, whose state is read and written only if it has changed.
 
-    raw: bytes
-    state: dict[str, Any]
+    Both are Mersenne Twisters. To compare their memory takes 1 us, to read the state 25 us.
 
-    @staticmethod
-    def current() -> _NumpyState:
-        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        twister = type(bits) is np.random.MT19937  # the default, unless another one was set
-        raw = ctypes.string_at(bits.ctypes.state_address, MERSENNE_TWISTER) if twister else b""
-        known = _LAST_NUMPY[-1] if twister and _LAST_NUMPY else None
-        # `raw` does not show a cached second normal number (`has_gauss`).
-        if known is None or known.raw != raw or known.state["has_gauss"]:
-            known = _NumpyState(raw, np.random.get_state(legacy=False))  # noqa: NPY002
-            _LAST_NUMPY[:] = [known]
-        return known
+    Args:
+        memory: Returns the generator's memory, or None if that cannot be read.
+        get: Returns its state.
+        set_: Sets its state.
+        has_spare: Returns whether a state holds the second number of a pair of normal draws. That
+            number is not in the memory.
+    """
 
-    def restore(self) -> None:
-        if _NumpyState.current() is not self:
-            np.random.set_state(self.state)  # noqa: NPY002
+    def __init__(
+        self,
+        memory: Callable[[], bytes | None],
+        get: Callable[[], Any],
+        set_: Callable[[Any], object],
+        has_spare: Callable[[Any], bool],
+    ) -> None:
+        self._memory, self._get, self._set = memory, get, set_
+        self._has_spare = has_spare
+        self._latest: tuple[bytes | None, Any] = (None, None)
+
+    def save(self) -> Undo:
+        memory = self._memory()
+        if memory is None or memory != self._latest[0]:
+            state = self._get()
+            self._latest = (None if self._has_spare(state) else memory, state)
+        return functools.partial(self._restore, *self._latest)
+
+    def _restore(self, memory: bytes | None, state: Any) -> None:
+        if memory is None or self._memory() != memory:
+            self._set(state)
+            self._latest = (memory, state)
 
 
-_LAST_NUMPY: list[_NumpyState] = []
+def _numpy_memory() -> bytes | None:
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(bits) is not np.random.MT19937:  # another one was set
+        return None
+    return _Twister.from_address(bits.ctypes.state_address).raw
+
+
+def _python_memory() -> bytes | None:
+    address = _python_address()
+    return None if address is None else _Twister.from_address(address).raw
+
+
+@functools.cache
+def _python_address() -> int | None:
+    """Return where CPython stores the position and the words: behind the object's header."""
+    generator = getattr(random.random, "__self__", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    address = id(generator) + object.__basicsize__
+    words = generator.getstate()[1]
+    expected = struct.pack("=625I", words[-1], *words[:-1])
+    return address if _Twister.from_address(address).raw == expected else None
+
+
+_PYTHON = _GlobalGenerator(
+    _python_memory, random.getstate, random.setstate, lambda state: state[2] is not None
+)
+_NUMPY = _GlobalGenerator(
+    _numpy_memory,
+    lambda: np.random.get_state(legacy=False),  # noqa: NPY002
+    lambda state: np.random.set_state(state),  # noqa: NPY002
+    lambda state: bool(state["has_gauss"]),
+)
 
 
 def _generator_state(generator: Any) -> Undo:
@@ -298,40 +353,6 @@ def _generator_state(generator: Any) -> Undo:
         return functools.partial(generator.set_state, generator.get_state(legacy=False))
     bits = generator.bit_generator
     return functools.partial(setattr, bits, "state", bits.state)
-
-
-@functools.cache
-def _kind(kind: Any) -> str:
-    if issubclass(kind, GENERATORS):
-        return "generator"
-    if issubclass(kind, Tensor):
-        return "tensor"
-    if issubclass(kind, np.ndarray):
-        return "array"
-    if issubclass(kind, _CONTAINERS) and _is_refillable(kind):
-        return "container"
-    if issubclass(kind, PLAIN):
-        return "tuple" if issubclass(kind, tuple) else "plain"
-    return "object" if _is_user_class(kind) else ""
-
-
-def _is_user_class(kind: type) -> bool:
-    """Return whether a class and its bases are user-defined, such as a moving average."""
-    names = {base.__module__.partition(".")[0] for base in kind.__mro__[:-1]}
-    if names & {"torch", "lightning", "lightning_opt"} or kind.__module__ in _STANDARD:
-        return False
-    return "site-packages" not in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
-
-
-def _is_refillable(kind: Any) -> bool:
-    """Return whether a container has Python's own methods; a frozen configuration does not."""
-    builtin_bases = [
-        base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")
-    ]
-    return all(
-        any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin_bases)
-        for name in ("__setitem__", "clear", "extend", "update")
-    )
 
 
 def _refill(container: Any, content: Any) -> None:

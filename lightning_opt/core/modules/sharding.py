@@ -1,11 +1,12 @@
-"""Process groups: over which ranks a tensor is sharded, and reductions over them.
+"""The process groups of sharded tensors, and reductions over them.
 
-Under FSDP2 (DTensor) and FSDP1 (flat parameters) each rank holds a shard, which may be empty.
+A rank holds a part of each DTensor (FSDP2, tensor parallelism) and of FSDP1's flat parameters. The
+part may be empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,35 +27,52 @@ def is_dtensor(tensor: Tensor) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor`` as a dense tensor that shares its memory.
 
-    Raises:
-        RuntimeError: For a DTensor whose sum over ranks is pending (a ``Partial`` placement). FSDP2
-            and tensor parallelism never leave one in ``Parameter.grad``.
+    The part is a shard, the whole tensor, or a summand where the sum over ranks is pending (see
+    :func:`pending_groups`).
     """
-    if not is_dtensor(tensor):
-        return tensor
-    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
-        raise RuntimeError(
-            f"A gradient of shape {tuple(tensor.shape)} has placements "
-            f"{tensor.placements}: its sum over ranks is pending, so its norm cannot be computed. "  # type: ignore[attr-defined]
-            "Redistribute it to Shard or Replicate before the optimizer step."
-        )
-    local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return local
 
 
-def shard_groups(parameter: Tensor, flat_groups: Mapping[Tensor, Groups] | None = None) -> Groups:
-    """Return the groups over which ``parameter`` is sharded.
+def shard_groups(tensor: Tensor, flat_groups: Mapping[Tensor, Groups] | None = None) -> Groups:
+    """Return the groups over which ``tensor`` is sharded.
 
     ``flat_groups`` is the result of :func:`flat_parameter_groups` under FSDP1.
     """
-    if is_dtensor(parameter):
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        return tuple(
-            mesh.get_group(dim)
-            for dim, placement in enumerate(placements)
-            if not placement.is_replicate() and mesh.size(dim) > 1
-        )
-    return flat_groups.get(parameter, UNSHARDED) if flat_groups else UNSHARDED
+    if is_dtensor(tensor):
+        # `is_shard` is False for the strided shards of FSDP2 with tensor parallelism.
+        return mesh_groups(tensor, lambda p: not (p.is_replicate() or p.is_partial()))
+    return flat_groups.get(tensor, UNSHARDED) if flat_groups else UNSHARDED
+
+
+def pending_groups(gradient: Tensor) -> Groups:
+    """Return the groups over which the sum of a gradient is pending (``Partial`` placements).
+
+    ``SequenceParallel`` leaves such gradients in ``Parameter.grad``; the optimizer completes them.
+
+    Raises:
+        RuntimeError: For another pending reduction than a sum.
+    """
+    if not is_dtensor(gradient):
+        return UNSHARDED
+    for placement in gradient.placements:  # type: ignore[attr-defined]
+        if placement.is_partial() and placement.reduce_op != "sum":
+            raise RuntimeError(
+                f"A gradient of shape {tuple(gradient.shape)} has the placement {placement}, and "
+                "only Partial('sum') can be measured. Redistribute it to Shard or Replicate before "
+                "the optimizer step."
+            )
+    return mesh_groups(gradient, lambda placement: placement.is_partial())
+
+
+def mesh_groups(tensor: Any, selects: Callable[[Any], bool]) -> Groups:
+    """Return the groups of a DTensor's mesh dimensions whose placement is selected."""
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if selects(placement) and mesh.size(dim) > 1
+    )
 
 
 def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
@@ -131,21 +149,40 @@ def step_groups(trainer: Any) -> Groups:
     return (group,) if dist.get_world_size(group) > 1 else UNSHARDED
 
 
-def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
-    """Reduce per-shard values to per-tensor values, with one all-reduce per set of groups.
+def reduce_each(
+    tensors: Sequence[Tensor], groups: Sequence[Groups], op: Any = None
+) -> list[Tensor]:
+    """Reduce copies of the tensors, each over its own groups, and return them.
 
-    The last dimension of ``values`` has one entry per tensor. ``values`` is not changed.
+    There is one all-reduce for all tensors of the same groups, dtype and device. Tensors without
+    groups are returned as they are.
     """
-    distinct = dict.fromkeys(groups)
-    if len(distinct) == 1:
+    reduced = list(tensors)
+    alike: dict[Any, list[int]] = {}
+    for index, (tensor, own) in enumerate(zip(tensors, groups, strict=True)):
+        if own:
+            alike.setdefault((own, tensor.dtype, tensor.device), []).append(index)
+    for (shared, *_), indices in alike.items():
+        flat = reduce_over(torch.cat([tensors[index].flatten() for index in indices]), shared, op)
+        parts = flat.split([tensors[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            reduced[index] = part.view(tensors[index].shape)
+    return reduced
+
+
+def summed_part(gradient: Tensor) -> Tensor:
+    """Return this rank's part of ``gradient``, or a copy in which its pending sum is complete."""
+    return reduce_each([local_part(gradient)], [pending_groups(gradient)])[0]
+
+
+def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
+    """Reduce per-shard values to per-tensor values; ``values`` is not changed.
+
+    The last dimension of ``values`` has one entry per tensor.
+    """
+    if len(set(groups)) == 1:
         return reduce_over(values.clone(), groups[0], op)
-    columns = list(values.unbind(-1))  # a list as an index would be copied to the device
-    for shared in distinct:
-        indices = [index for index, one in enumerate(groups) if one == shared]
-        reduced = reduce_over(torch.stack([columns[index] for index in indices]), shared, op)
-        for index, column in zip(indices, reduced, strict=True):
-            columns[index] = column
-    return torch.stack(columns, -1)
+    return torch.stack(reduce_each(values.unbind(-1), groups, op), -1)
 
 
 def reads_are_free(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.batches import tensors_of
@@ -44,8 +44,7 @@ def without_side_effects(
         stack.enter_context(
             replaced(
                 module,
-                log=lambda *args, **kwargs: None,
-                log_dict=lambda *args, **kwargs: None,  # `do_nothing` would call a metric
+                log=lambda *args, **kwargs: None,  # `do_nothing` would call a metric
                 manual_backward=lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
             )
         )
@@ -104,7 +103,7 @@ class TrialStep:
     ) -> None:
         self._trainer, self._module = trainer, pl_module
         self._batch, self._batch_idx = batch, batch_idx
-        self._written = WrittenParameters(pl_module)
+        self.parameters = WrittenParameters(pl_module)
 
     def run(self, enter_contexts: Callable[[ExitStack], Any] | None = None) -> float:
         """Run the step once and return the seconds of the forward and backward pass.
@@ -113,7 +112,7 @@ class TrialStep:
         entered on it last until the end of the backward pass.
         """
         module = self._module
-        with without_side_effects(self._trainer, module, self._written):
+        with without_side_effects(self._trainer, module, self.parameters):
             batch = copy.deepcopy(self._batch)  # outside the measurement
             self._make_gradients()
             wait_for(module.device)
@@ -141,17 +140,21 @@ class WrittenParameters:
     The first run detects these parameters and copies each one right before its first write. Later
     runs, which may be timed, copy them in advance. In compiled modules all parameters are copied,
     because their writes cannot be intercepted.
+
+    Attributes:
+        parameters: These parameters; None before the first run.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._written = list(module.parameters()) if has_compiled_parts(module) else None
+        compiled = has_compiled_parts(module)
+        self.parameters = list(module.parameters()) if compiled else None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the parameters at the end of the context."""
         watch, step = _WriteWatch(self._module), self._module.training_step
-        watch.copies = {p: p.detach().clone() for p in self._written or ()}
+        watch.copies = {p: p.detach().clone() for p in self.parameters or ()}
         versions = {p: p._version for p in watch.copies}
 
         @functools.wraps(step)
@@ -159,11 +162,11 @@ class WrittenParameters:
             with watch:
                 return step(*args, **kwargs)
 
-        watching = {"training_step": watched} if self._written is None else {}
+        watching = {"training_step": watched} if self.parameters is None else {}
         try:
             with replaced(self._module, **watching):
                 yield
-            self._written = list(watch.copies)
+            self.parameters = list(watch.copies)
         finally:
             with torch.no_grad():
                 for parameter, copy_ in watch.copies.items():
@@ -176,16 +179,15 @@ class _WriteWatch(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        plain = [p for p in module.parameters() if type(p) is nn.Parameter]
-        self._by_memory = {p.untyped_storage().data_ptr(): p for p in plain}
+        self._by_memory = {s.data_ptr(): p for p in module.parameters() for s in storages_of(p)}
         self.copies: dict[nn.Parameter, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for tensor in written_by(func, args, kwargs or {}):
-            if type(tensor) in (Tensor, nn.Parameter):
-                parameter = self._by_memory.get(tensor.untyped_storage().data_ptr())
+            for storage in storages_of(tensor):
+                parameter = self._by_memory.get(storage.data_ptr())
                 if parameter is not None and parameter not in self.copies:
                     self.copies[parameter] = parameter.detach().clone()
         return func(*args, **(kwargs or {}))
@@ -197,6 +199,19 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from tensors_of(value)
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the memory that a tensor has on this rank; none for a sparse tensor.
+
+    Wrappers such as DTensors have no memory themselves, but their inner tensors have.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in filter(torch.is_tensor, parts):  # a DTensor also lists its mesh
+            yield from storages_of(part)
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
 
 
 def returns_views(func: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import torch
@@ -20,7 +20,9 @@ from lightning_opt.core.modules.sharding import (
     combine_shards,
     is_dtensor,
     local_part,
+    pending_groups,
     reads_are_free,
+    reduce_each,
     shard_groups,
 )
 from lightning_opt.core.numerics.scalars import Scalar, move, wide_dtype
@@ -38,18 +40,27 @@ _grad, _layout, _dtype, _written = map(attrgetter, ("grad", "layout", "dtype", "
 class Gradients:
     """The gradients of one optimizer as plain, dense, local tensors of real numbers.
 
-    The tensors share memory with ``Parameter.grad``. ``groups`` holds, for each, the process groups
-    with its other shards; it is empty if no gradient is sharded.
+    Attributes:
+        parameters: The parameters that have a gradient.
+        tensors: Their gradients on this rank, which share memory with ``Parameter.grad``. Scale
+            them, but measure :meth:`summed`.
+        groups: For each tensor the process groups with its other shards; empty if none is sharded.
+        pending: For each tensor the groups over which its sum is pending; empty if none is.
     """
 
     parameters: list[Tensor]
     tensors: list[Tensor]
-    groups: list[Groups]
+    groups: list[Groups] = field(default_factory=list)
+    pending: list[Groups] = field(default_factory=list)
 
     @property
     def on_host(self) -> bool:
         """Whether scalars of these gradients are Python floats."""
         return not self.tensors or reads_are_free(self.tensors[0].device)
+
+    def summed(self) -> list[Tensor]:
+        """Return the tensors, with copies in which pending sums are complete. A collective."""
+        return reduce_each(self.tensors, self.pending) if self.pending else self.tensors
 
     def state(self) -> tuple[int, ...]:
         """Return a value that changes if a gradient is written in place or replaced."""
@@ -113,22 +124,27 @@ def collect_gradients(
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
     if not (DENSE.issuperset(map(_layout, tensors)) and COMPLEX.isdisjoint(map(_dtype, tensors))):
         tensors = list(map(_dense, parameters, tensors))
-    return Gradients(parameters, tensors, [])
+    return Gradients(parameters, tensors)
 
 
 def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | None) -> Gradients:
-    gathered = Gradients([], [], [])
+    found = Gradients([], [])
     for parameter in parameters:
-        groups = shard_groups(parameter, flat)
         gradient = parameter.grad
+        # A gradient may have other placements than its parameter.
+        placed = parameter if gradient is None or not is_dtensor(gradient) else gradient
+        groups = shard_groups(placed, flat)
         if gradient is None:
             if not groups:
                 continue
             gradient = local_part(parameter.detach()).new_empty(0)
-        gathered.parameters.append(parameter)
-        gathered.tensors.append(_dense(parameter, local_part(gradient)))
-        gathered.groups.append(groups)
-    return gathered
+        found.parameters.append(parameter)
+        found.tensors.append(_dense(parameter, local_part(gradient)))
+        found.groups.append(groups)
+        found.pending.append(pending_groups(gradient))
+    if not any(found.pending):
+        found.pending = []
+    return found
 
 
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -161,11 +177,11 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
     Returns:
         The norms divided by ``grad_scale``.
     """
-    tensors = gradients.tensors
-    if not tensors:
+    if not gradients.tensors:
         return GradientNorms([], 0.0)
+    tensors = gradients.summed()
     if not gradients.on_host:
-        return _measure_on_device(gradients, grad_scale)
+        return _measure_on_device(tensors, gradients.groups, grad_scale)
     norms = _host_norms(tensors)
     if math.isinf(math.hypot(*norms)):
         norms = _host_norms(tensors, torch.float64)  # infinite or only large?
@@ -179,12 +195,14 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
 
 
 @torch.no_grad()  # unlike the host's floats, these tensors could keep a graph
-def _measure_on_device(gradients: Gradients, grad_scale: Scalar) -> GradientNorms:
-    device = gradients.tensors[0].device
-    norms = torch.stack([move(norm, device) for norm in _device_norms(gradients.tensors)])
+def _measure_on_device(
+    tensors: list[Tensor], groups: list[Groups], grad_scale: Scalar
+) -> GradientNorms:
+    device = tensors[0].device
+    norms = torch.stack([move(norm, device) for norm in _device_norms(tensors)])
     norms = norms.to(wide_dtype(device))
-    if gradients.groups:
-        norms = combine_shards(norms.square(), gradients.groups).sqrt()
+    if groups:
+        norms = combine_shards(norms.square(), groups).sqrt()
     if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
         norms = norms / grad_scale
     return GradientNorms(norms, torch.linalg.vector_norm(norms))

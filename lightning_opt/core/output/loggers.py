@@ -1,19 +1,22 @@
-"""Sending scalars and figures to the Trainer's loggers."""
+"""Sending scalars and images to the Trainer's loggers, and keeping scalars for reports."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+
+from lightning_opt.core.output.history import History
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from matplotlib.figure import Figure
 
-log = logging.getLogger(__name__)
+HISTORIES: WeakKeyDictionary[Any, History] = WeakKeyDictionary()
+"""For each Trainer, all scalars that :func:`log_scalars` has sent."""
 
 
 def logged_step(trainer: pl.Trainer) -> int:
@@ -27,42 +30,36 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
     ``LightningModule.log`` would drop values of steps that are no multiple of
     ``log_every_n_steps``; Lightning's ``LearningRateMonitor`` bypasses it in the same way.
     """
-    step = logged_step(trainer)
+    step, history = logged_step(trainer), HISTORIES.setdefault(trainer, History())
+    for key, value in scalars.items():
+        history.add(key, step, value)
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), step=step)
     trainer.callback_metrics.update({key: torch.tensor(value) for key, value in scalars.items()})
 
 
-def new_figure(owner: str, **settings: Any) -> Figure:
-    """Return an empty figure without global state. Raise ImportError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"The figure of {owner} needs matplotlib: pip install 'lightning-opt[plots]'."
-        ) from error
-    return Figure(**settings)
+def log_image(trainer: pl.Trainer, name: str, file: Path) -> None:
+    """Send a PNG to TensorBoard, W&B and MLflow; other loggers keep none. Call it on rank 0."""
+    loggers: list[Any] = trainer.loggers
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "add_image"):  # TensorBoard
+            from PIL import Image
+
+            pixels = np.asarray(Image.open(file))
+            experiment.add_image(name, pixels, logged_step(trainer), dataformats="HWC")
+        elif hasattr(logger, "log_image"):  # W&B
+            logger.log_image(name, [str(file)], logged_step(trainer))
+        elif hasattr(experiment, "log_artifact"):  # MLflow
+            experiment.log_artifact(logger.run_id, str(file), str(Path(name).parent))
 
 
-def save_at_end(
-    draw: Callable[[], Figure], where: bool | str | None, trainer: pl.Trainer, name: str
-) -> None:
-    """Save a figure to a file and to TensorBoard; warn without matplotlib. Call it on every rank.
+def folders_of(trainer: pl.Trainer) -> set[Path]:
+    """Return the loggers' folders, else ``default_root_dir``.
 
-    ``where`` is a path, or True for the file ``name`` in the loggers' folder, if there is one.
+    Unlike ``trainer.log_dir`` it does not broadcast, so one rank may call it alone.
     """
-    folder = trainer.log_dir if trainer.loggers else None  # a collective
-    path = where if isinstance(where, str) else f"{folder}/{name}" if where and folder else None
-    if path is None or not trainer.is_global_zero:
-        return
-    try:
-        figure = draw()
-    except ImportError as error:
-        log.warning("No figure was saved. %s", error)
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    for logger in trainer.loggers:
-        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
-        if add_figure is not None:
-            add_figure(Path(name).stem, figure, global_step=logged_step(trainer), close=False)
+    paths = [getattr(each, "log_dir", None) or each.save_dir for each in trainer.loggers]
+    return {Path(path) for path in paths if isinstance(path, str)} or {
+        Path(trainer.default_root_dir)
+    }

@@ -1,4 +1,4 @@
-"""Tables of results as text, markdown, JSON, or a rich table on a terminal."""
+"""Tables of results as text, markdown, HTML, JSON, or a rich table on a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from html import escape
 from typing import IO, Any
 
 from lightning_opt.core.arguments import is_number
@@ -67,16 +68,32 @@ class Report:
             lines += ["", note]
         return "\n".join(lines)
 
+    def to_html(self) -> str:
+        """Return the report as an HTML table with its notes, without the title."""
+        numeric = {name: self._is_numeric(name) for name in self.columns}
+        lines = [[(name, name, "th") for name in self.columns]]
+        lines += [
+            [(name, _cell(row.get(name)), "td") for name in self.columns] for row in self.rows
+        ]
+        table = "".join(
+            "<tr>"
+            + "".join(
+                f"<{tag}{' class=number' * numeric[name]}>{escape(text)}</{tag}>"
+                for name, text, tag in line
+            )
+            + "</tr>"
+            for line in lines
+        )
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return (f"<table>{table}</table>" if self.rows else "") + notes
+
     def to_text(self) -> str:
         """Return the report as aligned plain text, numbers to the right."""
         lines = [self.title]
         if self.rows:
             cells = [[_cell(row.get(name)) for name in self.columns] for row in self.rows]
             widths = [max(map(len, column)) for column in zip(self.columns, *cells, strict=True)]
-            right = [
-                all(is_number(row.get(name)) or row.get(name) is None for row in self.rows)
-                for name in self.columns
-            ]
+            right = [self._is_numeric(name) for name in self.columns]
             for line in (self.columns, ["-" * width for width in widths], *cells):
                 padded = (
                     cell.rjust(width) if to_right else cell.ljust(width)
@@ -101,6 +118,10 @@ class Report:
                 Console(file=file, markup=False).print(table)
                 return
         print(self.to_text(), file=file)
+
+    def _is_numeric(self, name: str) -> bool:
+        values = [row.get(name) for row in self.rows]
+        return all(value is None or is_number(value) for value in values)
 
     def __str__(self) -> str:
         return self.to_text()

@@ -41,6 +41,8 @@ class Verdict:
         advice: What to do; empty if there is nothing to do.
         callbacks: The end of the finding that names callbacks. ``lightning-opt doctor`` removes it
             if it added these callbacks itself.
+        gain: The share of the run's time that the advice may save, 1 if the run's result is at
+            stake, 0 if unknown.
     """
 
     topic: str
@@ -48,6 +50,7 @@ class Verdict:
     finding: str
     advice: str = ""
     callbacks: str = ""
+    gain: float = 0.0
 
     def __post_init__(self) -> None:
         if self.topic not in TOPICS:

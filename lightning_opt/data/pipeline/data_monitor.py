@@ -108,7 +108,7 @@ class DataMonitor(RunCallback):
     ) -> None:
         """Count the batch, and report if a report is due."""
         self._batches += 1
-        self._samples += samples_in(batch)
+        self._samples += samples_in(batch, default=1)
         if self._schedule.is_due(self._batches):
             self._report(trainer)
 
@@ -152,7 +152,7 @@ class DataMonitor(RunCallback):
         finding = f"Training waits for data {share:.0%} of the time."
         if share <= self.threshold:
             return [Verdict("data", "ok", finding)]
-        return [Verdict("data", "look", finding, ADVICE)]
+        return [Verdict("data", "look", finding, ADVICE, gain=share)]
 
     def report(self) -> Report:
         """Return the shares of the last run as a table."""

@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_opt.core.modules.batches import leaves_of, tensors_of
 from lightning_opt.core.modules.patching import Patches, replaced
+from lightning_opt.trainer.lightning import is_overridden
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_opt.core.modules.patching import do_nothing
-from lightning_opt.core.modules.preserve import GENERATORS, isolated_random
+from lightning_opt.core.modules.preserve import isolated_random
+from lightning_opt.core.modules.state_kinds import GENERATORS
 from lightning_opt.data.randomness import random_states
 
 SAMPLER_BATCHES = 4

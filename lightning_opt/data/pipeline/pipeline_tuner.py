@@ -121,6 +121,7 @@ class DataPipelineTuner(RunCallback):
         self._reset()
 
     only_one = True
+    runs_in_trials = False
     not_pickled = ("_loader",)
 
     def _reset(self) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -22,6 +20,12 @@ from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.layouts import same_layout, with_strides
+from lightning_opt.trainer.lightning import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    is_overridden,
+)
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.compiling import CLOCK
@@ -29,6 +28,7 @@ from lightning_opt.kernels.compiling.setup import (
     modes_for,
     remove_marks,
 )
+from lightning_opt.trainer.lightning import DDPStrategy, DeepSpeedStrategy
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torchmetrics import Metric
@@ -13,7 +13,11 @@ from torchmetrics import Metric
 from lightning_opt.core.modules.blocks import Signature, find_blocks, signature, unwrapped
 from lightning_opt.core.modules.compiling import has_checkpointed_parts, is_compiled
 from lightning_opt.kernels.compiling.regions import CompileOptions, Region
+from lightning_opt.trainer.lightning import is_overridden
 from lightning_opt.trainer.run_callback import RunCallback
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 # Prefixes of the attributes that torch.compile sets on parameters and buffers.
 MARK_PREFIXES = ("_dynamo", "_has_dynamo")
@@ -41,7 +45,7 @@ def find_regions(
         regions = _block_regions(model, modes, options)
         if regions:
             return regions
-    own_forward = [] if type(model).forward is pl.LightningModule.forward else [("forward", model)]
+    own_forward = [("forward", model)] if is_overridden("forward", model) else []
     return [
         Region(name, [module], modes, options)
         for name, module in (*own_forward, *_outermost_modules(model, ""))

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -21,7 +17,17 @@ from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import is_dtensor, reads_are_free
 from lightning_opt.core.numerics.scalars import Condition, Scalar, move, to_plain
 from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.trainer.lightning import (
+    BaseMixedPrecision,
+    GradClipAlgorithmType,
+    LightningModule,
+    Precision,
+    optimizer_handles_unscaling,
+)
 from lightning_opt.trainer.run_callback import raise_if_lbfgs
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 COUNTS = ("skipped", "overflows", "stuck")
 """Counts over a whole run."""
@@ -101,7 +107,7 @@ class CountingScaler(torch.amp.GradScaler):
         return {**state, **to_plain({name: state[name] for name in COUNTS})}
 
 
-class DynamicLossScale(MixedPrecision):
+class DynamicLossScale(BaseMixedPrecision):
     """Float16 mixed precision on CUDA and CPU, with a loss scale that is logged and configurable.
 
     float16 gradients below 6e-8 become zero. So the loss is multiplied by a large scale before the
@@ -207,7 +213,7 @@ class DynamicLossScale(MixedPrecision):
         pl_module = next(
             module
             for module in model.modules()
-            if isinstance(module, pl.LightningModule) and module._trainer is not None
+            if isinstance(module, LightningModule) and module._trainer is not None
         )
         trainer = pl_module.trainer
         device = trainer.strategy.root_device.type
@@ -265,11 +271,11 @@ class DynamicLossScale(MixedPrecision):
     ) -> None:
         """Unscale gradients if a fused optimizer has not yet, then clip them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
-        if clip_val > 0 and _optimizer_handles_unscaling(optimizer):
+        if clip_val > 0 and optimizer_handles_unscaling(optimizer):
             state = self.scaler._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.READY:
                 self.scaler.unscale_(optimizer)
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        Precision[0].clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def teardown(self) -> None:
         """Restore the Trainer, and drop values that were not read yet."""
@@ -293,7 +299,7 @@ class DynamicLossScale(MixedPrecision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the scale of a run with ``precision="16-mixed"``."""
-        lightning_state = checkpoint.get(MixedPrecision.__qualname__)
+        lightning_state = checkpoint.get("MixedPrecision")
         if lightning_state and type(self).__qualname__ not in checkpoint:
             self.load_state_dict(lightning_state)
 

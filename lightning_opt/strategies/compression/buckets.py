@@ -129,19 +129,19 @@ class Buckets:
     residuals move to the new buckets with their parameters.
 
     Attributes:
-        present: The buckets of the current layout, by the names of their parameters.
+        current: The buckets of the current layout, by the names of their parameters.
     """
 
     def __init__(self) -> None:
-        self.present: dict[tuple[str, ...], Bucket] = {}
+        self.current: dict[tuple[str, ...], Bucket] = {}
         self._unassigned: dict[str, Tensor] = {}  # residuals by parameter
 
     def get(self, parameters: Mapping[str, Tensor], gradient: Tensor) -> Bucket:
         """Return the bucket of these parameters."""
         names = tuple(parameters)
-        if names not in self.present:
-            for other in [one for one in self.present if not parameters.keys().isdisjoint(one)]:
-                self._unassigned.update(self.present.pop(other).by_parameter())
+        if names not in self.current:
+            for other in [one for one in self.current if not parameters.keys().isdisjoint(one)]:
+                self._unassigned.update(self.current.pop(other).by_parameter())
             parts, end = {}, 0
             for name, parameter in parameters.items():
                 parts[name] = slice(end, end + parameter.numel())
@@ -151,16 +151,16 @@ class Buckets:
             for name, part in parts.items():
                 if name in self._unassigned:  # after a resume it is on the CPU
                     bucket.committed[part].copy_(self._unassigned.pop(name))
-            self.present[names] = bucket
-        return self.present[names]
+            self.current[names] = bucket
+        return self.current[names]
 
     @property
     def may_be_nonzero(self) -> bool:
-        return bool(self._unassigned) or any(one.may_be_nonzero for one in self.present.values())
+        return bool(self._unassigned) or any(one.may_be_nonzero for one in self.current.values())
 
     def norm(self) -> float:
         """Return the L2 norm of all committed residuals. Reads one number from the device."""
-        parts = [*self._unassigned.values(), *(one.committed for one in self.present.values())]
+        parts = [*self._unassigned.values(), *(one.committed for one in self.current.values())]
         norms = [part.norm() for part in parts] or [torch.zeros(())]
         return float(torch.stack([norm.to(norms[0].device) for norm in norms]).norm())
 
@@ -171,7 +171,7 @@ class Buckets:
         still to be sent, stays the same.
         """
         residuals = dict(self._unassigned)
-        for bucket in self.present.values():
+        for bucket in self.current.values():
             residuals.update(bucket.by_parameter())
         means = {}
         for name in sorted(residuals):
@@ -181,7 +181,7 @@ class Buckets:
         return means
 
     def load(self, means: Mapping[str, Tensor]) -> None:
-        self.present.clear()
+        self.current.clear()
         self._unassigned = {name: mean.clone() for name, mean in means.items()}
 
 

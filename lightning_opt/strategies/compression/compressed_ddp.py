@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +27,7 @@ from lightning_opt.strategies.compression.choice import (
 from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
+from lightning_opt.trainer.lightning import is_overridden
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 TOO_SPARSE_FOR_ADAM = 0.002

@@ -257,7 +257,7 @@ class CompressedReduction:
         """Return the state, with residuals averaged over ranks. All ranks must call it."""
         self.commit()
         bounds = dict(self._bounds)
-        for names, state in self.buckets.present.items():
+        for names, state in self.buckets.current.items():
             if isinstance(state.exchange, GatherExchange) and state.exchange.bound is not None:
                 bounds[names[0]] = float(state.exchange.bound)
         return {

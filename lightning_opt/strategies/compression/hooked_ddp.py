@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_opt.core.arguments import check_one_of
+from lightning_opt.trainer.lightning import BaseDDPStrategy
 
 
-class HookedDDPStrategy(DDPStrategy):
+class HookedDDPStrategy(BaseDDPStrategy):
     """DDP with one of torch's own communication hooks, on gloo too.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +22,7 @@ from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, make_grou
 from lightning_opt.strategies.diloco.fragments import default_outer
 from lightning_opt.strategies.diloco.replica import Plan, Replica
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
+from lightning_opt.trainer.lightning import package_of
 from lightning_opt.trainer.run_callback import raise_if_lbfgs
 
 
@@ -140,7 +140,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         raise_if_lbfgs("DiLoCo", self.optimizers)
         if self._replicas is not None:
             # Before any other callback reads the weights.
-            first = LambdaCallback(
+            first = package_of(trainer).callbacks.LambdaCallback(
                 on_validation_start=self.synchronize, on_train_end=self.synchronize
             )
             trainer.callbacks.insert(0, first)

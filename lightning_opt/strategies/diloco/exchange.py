@@ -31,15 +31,15 @@ class Replicas:
         count: Number of replicas.
         index: Index of this replica.
         leaders: Group of the first process of each replica.
-        leads: Whether this process is in that group.
-        inside: Group of this replica's processes; None if there is only one.
+        is_leader: Whether this process is in that group.
+        local_group: Group of this replica's processes; None if there is only one.
     """
 
     count: int
     index: int
     leaders: dist.ProcessGroup
-    leads: bool
-    inside: dist.ProcessGroup | None
+    is_leader: bool
+    local_group: dist.ProcessGroup | None
 
 
 def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGroup]:
@@ -53,11 +53,14 @@ def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGro
     """
     firsts = list(range(0, dist.get_world_size(), processes))
     leaders = dist.new_group(firsts, timeout=timeout)
-    inside, _ = dist.new_subgroups(processes, timeout=timeout)
-    exchanging, _ = dist.new_subgroups(processes, timeout=timeout)
+    ddp_group, _ = dist.new_subgroups(processes, timeout=timeout)
+    local_group, _ = dist.new_subgroups(processes, timeout=timeout)
     index, local_rank = divmod(dist.get_rank(), processes)
-    exchange_group = exchanging if processes > 1 else None
-    return Replicas(len(firsts), index, leaders, local_rank == 0, exchange_group), inside
+    is_leader = local_rank == 0
+    replicas = Replicas(
+        len(firsts), index, leaders, is_leader, local_group if processes > 1 else None
+    )
+    return replicas, ddp_group
 
 
 Outcome: TypeAlias = tuple[Tensor | None, bool, int]
@@ -80,8 +83,8 @@ def exchange(
         compression: A key of :data:`CODECS`.
     """
     all_finite = is_finite(pseudo_gradient).int()
-    if replicas.inside is not None:
-        dist.all_reduce(all_finite, dist.ReduceOp.MIN, replicas.inside)
+    if replicas.local_group is not None:
+        dist.all_reduce(all_finite, dist.ReduceOp.MIN, replicas.local_group)
     finite, compressor = bool(all_finite), CODECS[compression]
     if finite:
         residual.add_(pseudo_gradient)
@@ -97,12 +100,12 @@ def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor
     mine = residual if finite else torch.zeros_like(residual)
     total = functional.pad(mine, (0, 1), value=float(finite)).to(_message_device(residual))
     residual.mul_(not finite)
-    if replicas.leads:
+    if replicas.is_leader:
         dist.all_reduce(total, group=replicas.leaders)
-    if replicas.inside is not None:
-        dist.broadcast(total, group=replicas.inside, group_src=0)
+    if replicas.local_group is not None:
+        dist.broadcast(total, group=replicas.local_group, group_src=0)
     total = total.to(residual.device)
-    sent = 2 * (replicas.count - 1) * total.nbytes // replicas.count if replicas.leads else 0
+    sent = 2 * (replicas.count - 1) * total.nbytes // replicas.count if replicas.is_leader else 0
     return (total[:-1] / total[-1] if total[-1] else None), sent
 
 
@@ -115,7 +118,7 @@ def _average_compressed(
     codec = compressor.codec(size, residual.device)
     row = codec.nbytes
     gathered = torch.empty(count, row, dtype=torch.uint8, device=_message_device(residual))
-    if replicas.leads:
+    if replicas.is_leader:
         shards = functional.pad(residual, (0, count * size - numel)).view(count, size)
         sent = torch.zeros(count, row, dtype=torch.uint8, device=residual.device)
         for shard, codec.message in zip(shards, sent, strict=True):
@@ -136,8 +139,8 @@ def _average_compressed(
         residual.copy_(shards.view(-1)[:numel])
         gathered.copy_(_all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
-    if replicas.inside is not None:
-        dist.broadcast(gathered, group=replicas.inside, group_src=0)
+    if replicas.local_group is not None:
+        dist.broadcast(gathered, group=replicas.local_group, group_src=0)
     gathered = gathered.to(residual.device)
     if any_flag(gathered):
         return None, sent_bytes

@@ -13,6 +13,7 @@ from lightning_opt.core.modules.preserve import (
     CannotUndoError,
     StepState,
     preserved,
+    random_states,
 )
 
 
@@ -158,3 +159,19 @@ def test_dict_subclasses_are_restored_except_frozen_ones():
     assert holder.counts == {"steps": 1}
     assert type(holder.counts) is Counts
     assert holder.config == {"width": 2}
+
+
+@pytest.mark.parametrize("draws", [1, 2, 3])
+def test_global_random_states_are_restored_with_the_second_number_of_a_pair(draws):
+    for draw in (random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn):
+        for _ in range(draws):
+            draw()
+        undo = random_states([])
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
+        for _ in range(2):
+            for other in (random.random, np.random.randn, np.random.rand, draw):
+                other()
+            for restore in undo:
+                restore()
+            assert random.getstate() == python
+            np.testing.assert_equal(np.random.get_state(legacy=False), numpy)  # noqa: NPY002

@@ -62,10 +62,12 @@ def fit(callback: Any = None, **settings: Any) -> Teaching:
         lambda: lo.CurvatureMonitor(every_n_steps=1),
         lambda: lo.DataPipelineTuner(max_workers=0, verbose=False),
         lambda: lo.ActivationCheckpointing("auto", budget=0.9, strict=False, modules=["student"]),
-        lambda: lo.MicroBatching(size=4),
+        lambda: lo.MicroBatching("auto"),
+        lambda: lo.Accumulation(),
     ],
-    ids=["curved step", "pipeline tuner", "trial step", "split check"],
+    ids=["curved step", "pipeline tuner", "trial step", "split check", "check of the mean"],
 )
+@pytest.mark.filterwarnings("ignore:.*. each training_step changes")
 @pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet")
 def test_trial_steps_do_not_change_the_run(callback: Any) -> None:
     plain, tried = fit(), fit(callback())

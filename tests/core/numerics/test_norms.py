@@ -103,7 +103,7 @@ def test_host_path_returns_floats_and_device_path_tensors(path: str) -> None:
 @pytest.mark.parametrize("nothing", [[], [None, None]], ids=["no parameters", "no gradients"])
 def test_no_gradients_give_norm_zero(nothing: list[Any], path: str) -> None:
     gradients = collect_gradients(parameters_with(*nothing))
-    assert gradients == Gradients([], [], [])
+    assert gradients == Gradients([], [])
     assert measure_norms(gradients) == GradientNorms([], 0.0)
     gradients.scale_(0.5)
 

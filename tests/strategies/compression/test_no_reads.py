@@ -94,7 +94,7 @@ def test_device_path_reads_nothing_and_equals_the_cpu_path(monkeypatch, scheme, 
             launched.clear()
             means = run_steps(hook, parameters, "cpu")
             kept = {}
-            for bucket in hook.buckets.present.values():
+            for bucket in hook.buckets.current.values():
                 kept |= {name: bucket.committed[part] for name, part in bucket.parts.items()}
             if path == "device":
                 assert not syncs.where

@@ -62,7 +62,7 @@ def test_string_creates_the_strategy(name, suffix):
 
 def test_registering_again_changes_nothing():
     before = dict(StrategyRegistry)
-    register_strategies()
+    register_strategies(StrategyRegistry)
     assert dict(StrategyRegistry) == before
 
 
@@ -70,7 +70,7 @@ def test_existing_string_is_not_replaced():
     ours = StrategyRegistry["ddp_topk"]  # not by monkeypatch, which calls its `get`
     StrategyRegistry["ddp_topk"] = "theirs"
     try:
-        register_strategies()
+        register_strategies(StrategyRegistry)
         assert StrategyRegistry["ddp_topk"] == "theirs"
     finally:
         StrategyRegistry["ddp_topk"] = ours
