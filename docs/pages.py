@@ -59,7 +59,7 @@ def feature_pages() -> dict[str, Path]:
 
 START = ("installation", "quickstart", "recipes", "examples", "many_machines", "which_strategy")
 COMING_FROM = tuple(f"migration/{page.stem}" for page in sorted((DOCS / "migration").glob("*.md")))
-REFERENCE = ("api", "compatibility", "zoo", "changelog", "contributing")
+REFERENCE = ("api", "compatibility", "zoo", "clients", "changelog", "contributing")
 MEASUREMENTS = ("benchmarks", "advice")
 CONTRIBUTORS = ("capabilities", "private_names")
 """Pages below the one on contributing."""
@@ -210,15 +210,18 @@ STEPS = {
 STRATEGIES = {
     "single": "One process",
     "ddp": "DDP, two processes",
+    "ddp_3": "DDP, three processes",
     "ddp_topk": "Compressed DDP (Top-K), two processes",
     "diloco": "DiLoCo, two processes",
     "fsdp1": "FSDP1, two processes",
     "fsdp2": "FSDP2, two processes",
+    "fsdp2_3": "FSDP2, three processes",
+    "tp": "Tensor parallelism with SequenceParallel, two processes",
 }
 
 
 def matrix_tables(rows: Mapping[str, Any]) -> str:
-    """Return a table per strategy of ``docs/matrix.json``, and the errors of refused cells."""
+    """Return a table per strategy of ``docs/matrix.json``, errors of refused cells, and acts."""
     refusals: dict[str, list[str]] = {}
     parts = []
     for strategy, title in STRATEGIES.items():
@@ -230,6 +233,9 @@ def matrix_tables(rows: Mapping[str, Any]) -> str:
         head = "| | " + " | ".join(STEPS.values()) + " |\n|---|" + "---|" * len(STEPS)
         parts.append(f"### {title}\n\n{head}\n" + "\n".join(lines) + "\n")
     parts.append(_refusals(refusals))
+    acts = [f"| `{label}` | {row['acts']} |" for label, row in rows.items() if "acts" in row]
+    head = ["### What the features have to do", "", "| | |", "|---|---|"]
+    parts.append("\n".join([*head, *acts]) + "\n")
     return "\n".join(parts)
 
 
@@ -300,9 +306,12 @@ def _benchmark(stem: str, content: Mapping[str, Any], machine: int) -> str:
 def script_of(stem: str) -> str | None:
     """Return the path below ``benchmarks`` of the script that writes these results."""
     quoted = f'"{stem.removesuffix("_cuda")}"'
-    for script in sorted((ROOT / "benchmarks").rglob("*.py")):
-        if quoted in script.read_text():
-            return str(script.relative_to(ROOT / "benchmarks"))
+    scripts = {file: file.read_text() for file in sorted((ROOT / "benchmarks").rglob("*.py"))}
+    call = re.compile(rf"publish\(\s*{quoted}")
+    published = [file for file, text in scripts.items() if call.search(text)]
+    # Some names are arguments of functions that publish.
+    for script in published or [file for file, text in scripts.items() if quoted in text]:
+        return str(script.relative_to(ROOT / "benchmarks"))
     return None
 
 
