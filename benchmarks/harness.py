@@ -9,13 +9,12 @@ the machine, versions, date and commit. ``GPU = True`` at module level marks scr
 from __future__ import annotations
 
 import argparse
-import ast
-import hashlib
 import json
 import platform
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,10 +26,10 @@ import lightning
 import torch
 
 import lightning_opt
+from benchmarks.records import RESULTS, code_of, files_of, script_of
 from lightning_opt import Report
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+STARTED = time.time()
 
 
 def parse_arguments(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -81,38 +80,6 @@ def commit_of(folder: Path) -> str:
     return found.stdout.strip() + ("+" if same.returncode else "")
 
 
-def code_hash(folder: Path) -> str:
-    """Return a hash of a folder's Python code, without subfolders, comments and docstrings."""
-    found = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")) if folder.is_dir() else [folder]:
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list):  # a string that is a statement is a docstring
-                is_text = [
-                    isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
-                    for one in body
-                ]
-                node.body = [one for one, text in zip(body, is_text, strict=True) if not text]  # type: ignore[attr-defined]
-        found.update(ast.dump(tree).encode())
-    return found.hexdigest()[:12]
-
-
-def code_in_use(script: Path) -> dict[str, str]:
-    """Return hashes of a script, imported benchmarks and loaded folders of the package."""
-    files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
-    parts = {script}
-    for file in files:
-        if file.is_relative_to(ROOT / "benchmarks") and file.name != "harness.py":
-            parts.add(file)
-        elif file.is_relative_to(ROOT / "lightning_opt"):
-            parts.add(file.parent)
-    # Always loaded, because their strings are registered.
-    strategies = ROOT / "lightning_opt" / "strategies"
-    unused = set() if "strategies" in script.parts else {strategies, *strategies.iterdir()}
-    return {str(part.relative_to(ROOT)): code_hash(part) for part in sorted(parts - unused)}
-
-
 @contextmanager
 def recorded_waits(device: str, waits: list[str]) -> Iterator[None]:
     """Add a message to ``waits`` for each time the host waits for a CUDA device."""
@@ -146,6 +113,10 @@ def publish(name: str, report: Report, arguments: argparse.Namespace, **details:
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = name if arguments.device == "cpu" else f"{name}_{arguments.device}"
     content = {**json.loads(report.to_json()), "machine": machine, **details}
-    content |= {"arguments": sys.argv[1:], "code": code_in_use(Path(sys.argv[0]).resolve())}
+    code = code_of(script_of(name))
+    if any(file.stat().st_mtime > STARTED for file in files_of(code)):
+        print("The code changed during the measurement, so the record is outdated: measure again.")
+        code = {}
+    content |= {"arguments": sys.argv[1:], "code": code}
     (arguments.out / f"{stem}.json").write_text(json.dumps(content, indent=2) + "\n")
     (arguments.out / f"{stem}.md").write_text(report.to_markdown() + "\n")

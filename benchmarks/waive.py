@@ -1,8 +1,9 @@
-"""Sign that records still hold after a change: ``python -m benchmarks.waive REASON NAME ...``.
+"""Sign that records still hold: ``python -m benchmarks.waive [REASON] [NAME ...]``.
 
-``tests/test_records.py`` fails for a record whose code has another hash than when it was measured,
-unless ``benchmarks/waivers.json`` has the reason why its numbers still hold. A waiver is
-valid for one state of the code: the next change needs another measurement or another waiver.
+`tests/test_records.py` fails for a record whose code has changed since it was measured, unless
+`benchmarks/waivers.json` says why its numbers still hold. Without names, all records are signed of
+which only the package's shared code changed; the rest is listed with the commands that measure it
+again. A waiver is valid for one state of the code.
 """
 
 from __future__ import annotations
@@ -10,47 +11,53 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 from datetime import datetime, timezone
-from typing import Any
 
-from benchmarks.harness import RESULTS, ROOT, code_hash
-
-WAIVERS = ROOT / "benchmarks" / "waivers.json"
-
-
-def changed_code(record: dict[str, Any]) -> dict[str, str]:
-    """Return the present hashes of the code that has changed since a record was measured.
-
-    An empty hash marks what no longer exists.
-    """
-    now = {
-        part: code_hash(ROOT / part) if (ROOT / part).exists() else ""
-        for part in record.get("code", {"lightning_opt": ""})
-    }
-    return {part: value for part, value in now.items() if value != record.get("code", {}).get(part)}
+from benchmarks.records import (
+    SHARED,
+    WAIVERS,
+    changed_parts,
+    code_of,
+    records,
+    script_of,
+    waivers,
+)
 
 
-def main() -> None:
-    """Sign waivers for the named records, or for all whose code has changed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("reason")
-    parser.add_argument("names", nargs="*", help="records without .json; default: all that changed")
+def main() -> int:
+    """Sign what the arguments name; return 1 if outdated records are left."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("reason", nargs="?", help="without it, outdated records are only listed")
+    parser.add_argument("names", nargs="*", help="records without .json, whatever has changed")
     arguments = parser.parse_args()
     signed = subprocess.check_output(["git", "config", "user.name"], text=True).strip()
-    waivers = json.loads(WAIVERS.read_text()) if WAIVERS.exists() else {}
-    for file in sorted(RESULTS.glob("*.json")):
-        changed = changed_code(json.loads(file.read_text()))
+    signatures, left = waivers(), dict[str, set[str]]()
+    for name, record in records().items():
+        if record.get("code") == code_of(script_of(name)):
+            signatures.pop(name, None)  # measured again
+            continue
+        changed = changed_parts(name)
+        chosen = name in arguments.names or (not arguments.names and changed <= set(SHARED))
         if not changed:
-            waivers.pop(file.stem, None)
-        elif not arguments.names or file.stem in arguments.names:
-            waivers[file.stem] = {
-                "reason": arguments.reason,
-                "signed": signed,
-                "date": datetime.now(timezone.utc).date().isoformat(),
-                "code": changed,
-            }
-    WAIVERS.write_text(json.dumps(waivers, indent=1, sort_keys=True) + "\n")
+            continue
+        if arguments.reason is None or not chosen:
+            left[name] = changed
+            continue
+        old = signatures.get(name, {}).get("reason", "")
+        signatures[name] = {
+            "reason": old if arguments.reason in old else f"{old} {arguments.reason}".strip(),
+            "signed": signed,
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "code": code_of(script_of(name)),
+        }
+    known = {name: signatures[name] for name in sorted(signatures) if name in records()}
+    WAIVERS.write_text(json.dumps(known, indent=1) + "\n")
+    for name, changed in left.items():
+        module = ".".join(script_of(name).relative_to(WAIVERS.parents[1]).with_suffix("").parts)
+        print(f"{name}: {', '.join(sorted(changed))}\n    python -m {module}")
+    return 1 if left else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

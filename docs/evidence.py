@@ -2,10 +2,9 @@
 
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+from benchmarks.records import RESULTS
 
 
 def find(name: str, **where: object) -> dict[str, Any]:

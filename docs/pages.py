@@ -17,14 +17,15 @@ from typing import Any
 import lightning_opt as lo
 from lightning_opt import Report
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from evidence import evidence_table
 from references import link_names, mentioned
 
-DOCS = Path(__file__).parent
-ROOT = DOCS.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from benchmarks.records import RESULTS, ROOT, script_of
+
+DOCS = ROOT / "docs"
 
 AREAS = {
     "presets": "Choosing",
@@ -288,31 +289,18 @@ def benchmark_tables(folder: Path = RESULTS) -> str:
 
 
 def _heading_of(stem: str) -> str:
-    area, _, name = (script_of(stem) or "").partition("/")
-    return AREAS.get(area, "More") if name or not area else ALONE
+    area = script_of(stem).parent.name
+    return ALONE if area == "benchmarks" else AREAS.get(area, "More")
 
 
 def _benchmark(stem: str, content: Mapping[str, Any], machine: int) -> str:
     notes = [note for note in content["notes"] if not note.startswith("Machine: ")]
     table = Report("", content["rows"], notes).to_markdown().partition("\n")[2].strip()
-    script = script_of(stem)
-    module = (script or "").removesuffix(".py").replace("/", ".")
-    made = f"`python -m benchmarks.{module}`, machine {machine}" if script else f"Machine {machine}"
+    module = ".".join(script_of(stem).relative_to(ROOT).with_suffix("").parts)
     recorded = content["machine"]
     state = f"{recorded.get('date', 'no date')}, commit {recorded.get('commit', 'unknown')}"
-    return f"### {content['title']}\n\n{table}\n\n{made}, {state}.\n"
-
-
-def script_of(stem: str) -> str | None:
-    """Return the path below ``benchmarks`` of the script that writes these results."""
-    quoted = f'"{stem.removesuffix("_cuda")}"'
-    scripts = {file: file.read_text() for file in sorted((ROOT / "benchmarks").rglob("*.py"))}
-    call = re.compile(rf"publish\(\s*{quoted}")
-    published = [file for file, text in scripts.items() if call.search(text)]
-    # Some names are arguments of functions that publish.
-    for script in published or [file for file, text in scripts.items() if quoted in text]:
-        return str(script.relative_to(ROOT / "benchmarks"))
-    return None
+    made = f"`python -m {module}`, machine {machine}, {state}."
+    return f"### {content['title']}\n\n{table}\n\n{made}\n"
 
 
 def _machine(content: Mapping[str, Any]) -> str:

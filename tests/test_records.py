@@ -1,18 +1,14 @@
 """Every recorded measurement names its machine and commit, and holds for the present code."""
 
-import json
 import re
+import subprocess
 
 import pytest
 
-from benchmarks.harness import RESULTS, code_hash
-from benchmarks.waive import WAIVERS, changed_code
+from benchmarks import records as module
+from benchmarks.records import PACKAGE, SHARED, changed_parts, code_of, records, waivers
 
-RECORDS = {
-    file.stem: record
-    for file in sorted(RESULTS.glob("*.json"))
-    if "machine" in (record := json.loads(file.read_text()))
-}
+RECORDS = records()
 NEEDED = {"cpu", "threads", "python", "torch", "lightning", "lightning_opt", "date", "commit"}
 
 
@@ -22,26 +18,85 @@ def test_record_names_its_origin_and_its_code_is_unchanged_or_waived(name):
     assert NEEDED - set(machine) == set(), f"{name}.json: measure again"
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", machine["date"])
     assert re.fullmatch(r"[0-9a-f]{7,40}\+?|unknown", machine["commit"])
-    if changed := changed_code(RECORDS[name]):
-        waiver = json.loads(WAIVERS.read_text()).get(name, {})
-        assert waiver.get("code") == changed, (
-            f"{name}.json is older than {', '.join(changed)}. Measure again, or sign why it still "
-            f"holds: python -m benchmarks.waive 'the reason' {name}"
-        )
+    assert changed_parts(name) == set(), (
+        f"{name}.json is older than this code. Measure again, or sign why it still holds: "
+        f"python -m benchmarks.waive 'the reason' {name}"
+    )
+
+
+def test_waivers_are_signed_with_a_reason_and_only_for_changed_records():
+    for name, waiver in waivers().items():
+        assert RECORDS[name].get("code") != waiver["code"]
         assert len(waiver["reason"]) > 20
         assert waiver["signed"]
 
 
-def test_waivers_are_only_for_changed_records():
-    waivers = json.loads(WAIVERS.read_text())
-    assert {name for name in waivers if not changed_code(RECORDS.get(name, {"code": {}}))} == set()
+SCRIPT = """
+import lightning_opt as lo
+from benchmarks.helping import Step
 
 
-def test_hash_of_code_changes_with_code_and_not_with_comments(tmp_path):
-    file = tmp_path / "module.py"
-    file.write_text("def double(x):\n    return 2 * x\n")
-    before = code_hash(tmp_path)
-    file.write_text('def double(x):\n    """Docstring."""\n    return 2 * x  # comment\n')
-    assert code_hash(tmp_path) == before
-    file.write_text("def double(x):\n    return 3 * x\n")
-    assert code_hash(tmp_path) != before
+def main():
+    return lo.AdaptiveClipping(), Step(strategy="ddp_topk")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A benchmark in a copy of the sources."""
+    copy = ["cp", "-r", str(PACKAGE), str(tmp_path)]
+    subprocess.run(copy, check=True)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "PACKAGE", tmp_path / "lightning_opt")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "helping.py").write_text("class Step: pass\n")
+    file = tmp_path / "benchmarks" / "measuring.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    caches = [one for one in vars(module).values() if hasattr(one, "cache_clear")]
+
+    def clear():
+        for one in caches:
+            one.cache_clear()
+
+    yield clear
+    clear()
+
+
+def test_code_of_a_record_is_its_script_its_features_and_shared_code(script, no_cache):
+    no_cache()
+    assert set(code_of(script)) == {
+        "benchmarks/helping.py",
+        "benchmarks/measuring.py",
+        "lightning_opt/gradients/clipping",
+        "lightning_opt/strategies/compression",
+        *SHARED,
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("benchmarks/helping.py", "benchmarks/helping.py"),
+        ("lightning_opt/gradients/clipping/norm_rules.py", "lightning_opt/gradients/clipping"),
+        ("lightning_opt/gradients/gradient_callback.py", "lightning_opt/gradients/clipping"),
+        ("lightning_opt/strategies/compressors.py", "lightning_opt/strategies/compression"),
+        ("lightning_opt/core/output/report.py", "lightning_opt/core"),
+        ("lightning_opt/memory/meters.py", None),
+    ],
+)
+def test_hash_changes_with_code_and_not_with_comments(script, no_cache, file, part):
+    no_cache()
+    before = code_of(script)
+    path = module.ROOT / file
+    path.write_text(path.read_text() + '\n# A comment.\n"""A docstring."""\n')
+    no_cache()
+    assert code_of(script) == before
+    path.write_text(path.read_text() + "added = 1\n")
+    no_cache()
+    after = code_of(script)
+    assert {name for name in before if after[name] != before[name]} == ({part} if part else set())

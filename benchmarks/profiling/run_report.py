@@ -26,7 +26,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from benchmarks.harness import ROOT
+from benchmarks.records import ROOT
 from benchmarks.strategies import compression
 
 NAMES = ("bad_batch", "out_of_memory", "slow_link")
