@@ -16,9 +16,8 @@ import torch
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from tests.fake_cuda.test_launches import BESIDE, BOUNDS, NEVER
+from tests.fake_cuda.test_launches import BEFORE_CLIPPING, BOUNDS, NEVER
 from tests.helpers.fake_cuda import (
-    Launches,
     Stage,
     Transformer,
     count_launches,
@@ -27,66 +26,42 @@ from tests.helpers.fake_cuda import (
     on_fake_cuda,
 )
 
-BEFORE = {
-    "fixed_norm": 29,
-    "robust": 120,
-    "zclip": 76,
-    "mean_std": 66,
-    "percentile": 64,
-    "fixed_value": 417,
-    "per_parameter": 141,
-    "unit_wise": 323,
-    "guard": 22,
-    "guard with spikes": 230,
-    "health": 0,
-}
-"""The counts before the device path had its own formulas."""
 
-
-def launches_of(rule: str) -> int:
-    """Return the operators of a step of one rule."""
+def launches_of(clipper: Callable[[torch.nn.Module], Callable[[], object]]) -> int:
+    """Return the operators of the fourth step of clipping."""
     with fake_cuda():
         model = on_fake_cuda(Transformer())
-        clipper = lo.GradientClipper(model, rule)
+        clip = clipper(model)
         for _ in range(4):
             fake_gradients(model)
-            launches = count_launches(clipper.clip)
+            launches = count_launches(clip)
     return launches
 
 
-def launches_beside(make: Callable[[], Any] | None) -> int:
-    """Return the operators of a step with a callback before clipping."""
+def launches_with(*before: Any) -> int:
+    """Return the operators of a step with callbacks before clipping."""
     with fake_cuda():
-        callbacks = [lo.AdaptiveClipping(every_n_steps=NEVER)]
-        stage = Stage(callbacks if make is None else [make(), *callbacks], fused=True)
-        steps: list[Launches] = [stage.step(update=False) for _ in range(4)]
-    return steps[-1].total
-
-
-def torch_launches() -> int:
-    """Return the operators of torch's own clipping."""
-    with fake_cuda():
-        model = on_fake_cuda(Transformer())
-        fake_gradients(model)
-        parameters, clip = list(model.parameters()), torch.nn.utils.clip_grad_norm_
-        return count_launches(lambda: clip(parameters, 1.0, foreach=True))
+        stage = Stage([*before, lo.AdaptiveClipping(every_n_steps=NEVER)], fused=True)
+        return [stage.step(update=False) for _ in range(4)][-1].total
 
 
 def main() -> None:
     """Count and publish the table."""
     arguments = parse_arguments(__doc__)
-    rows: list[dict[str, object]] = [
-        {"what": "torch clip_grad_norm_", "operators": torch_launches()}
-    ]
+    torch_clip = torch.nn.utils.clip_grad_norm_
+    count = launches_of(lambda model: lambda: torch_clip([*model.parameters()], 1.0, foreach=True))
+    rows: list[dict[str, object]] = [{"what": "torch clip_grad_norm_", "operators": count}]
     for rule, bound in BOUNDS.items():
-        count = launches_of(rule)
-        rows.append({"what": rule, "operators": count, "bound": bound, "before": BEFORE[rule]})
-    alone = launches_beside(None)
-    for name, (make, bound) in BESIDE.items():
-        count = launches_beside(make) - alone
-        row = {"what": f"{name}, beside clipping", "operators": count, "bound": bound}
-        rows.append({**row, "before": BEFORE[name]})
-    notes = ["operators: all that one step dispatches, but for views; 98 parameters, no report."]
+        count = launches_of(lambda model, rule=rule: lo.GradientClipper(model, rule).clip)
+        rows.append({"what": rule, "operators": count, "bound": bound})
+    alone = launches_with()
+    for name, (make, bound) in BEFORE_CLIPPING.items():
+        count = launches_with(make()) - alone
+        rows.append({"what": f"{name}, added to clipping", "operators": count, "bound": bound})
+    notes = [
+        "operators: all that a step dispatches, except views; 98 parameters, no report. bound: the "
+        "limit in tests/fake_cuda/test_launches.py."
+    ]
     publish("launches", lo.Report("Operators of a step on a GPU", rows, notes), arguments)
 
 
