@@ -31,6 +31,12 @@ ORDER = (
 """Callbacks whose order matters: process settings first, then callbacks that produce, measure,
 check and change gradients. All others follow."""
 
+START_HOOKS = (
+    "setup", "on_fit_start", "on_sanity_check_start", "on_train_start",
+    "on_validation_start", "on_test_start", "on_predict_start",
+)  # fmt: skip
+"""Hooks in which callbacks raise if they do not support the run."""
+
 ARGUMENTS = set(inspect.signature(PACKAGES[0].Trainer).parameters) - {"callbacks"}
 """Arguments of the Trainer that a preset may set."""
 
@@ -95,7 +101,7 @@ class Chosen:
         assert self.part.kind is not None
         callback = self.part.kind(**instantiate(self.settings))
         if isinstance(callback, RunCallback) and not self.is_requested:
-            for hook in ("setup", "on_fit_start"):
+            for hook in START_HOOKS:
                 setattr(callback, hook, partial(_call_or_leave_out, callback, hook))
         return callback
 

@@ -60,8 +60,7 @@ def render(content: Mapping[str, Any], head: str = HEAD) -> str:
     ]
     if refusals:
         parts += ["\n## Errors of refused features\n"]
-        parts += [
-            f"- {', '.join(where)}: {message.replace('*', chr(92) + '*').replace('<', '&lt;')}"
-            for message, where in refusals.items()
-        ]
+        for message, where in refusals.items():
+            text = message.replace("``", "`")
+            parts.append(f"- {', '.join(where)}: `` {text} ``")
     return "\n".join(parts) + "\n"
