@@ -103,6 +103,13 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def continued(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of an earlier call, if it measured the present code; else nothing."""
+    file = arguments.out / f"{name}.json"
+    record = json.loads(file.read_text()) if file.exists() and not arguments.quick else {}
+    return record if record.get("code") == code_of(script_of(name)) else {}
+
+
 def publish(name: str, report: Report, arguments: argparse.Namespace, **details: Any) -> None:
     """Print the report, and write it as ``<name>`` or ``<name>_cuda``, ``.json`` and ``.md``."""
     machine = describe_machine(arguments.device)

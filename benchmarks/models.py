@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import lightning as L
 import torch
@@ -39,17 +40,24 @@ def ten_million_transformer(device: str = "cpu") -> Regression:
     return Regression(encoder, torch.randn(4, 64, 512)).to(device)
 
 
+def quiet_trainer(device: str = "cpu", **settings: Any) -> L.Trainer:
+    """Return a Trainer of one process that prints, logs and saves nothing."""
+    return L.Trainer(
+        **{
+            "accelerator": "gpu" if device.startswith("cuda") else "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **settings,
+        }
+    )
+
+
 def fit_two_steps(module: Regression, device: str) -> L.Trainer:
     """Train for two steps, which creates the optimizer state, and return the Trainer."""
-    trainer = L.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(device, max_steps=2)
     batch = module.batch.cpu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.models import Regression
+from benchmarks.models import Regression, quiet_trainer
 from lightning_opt.core.measure.timing import StepClock, rotated
 from lightning_opt.core.numerics.ratios import median_ratio
 
@@ -104,17 +104,8 @@ class Stopwatch(L.Callback):
 
 def fit(module: Regression, callbacks: Sequence[L.Callback], steps: int, **options: Any) -> None:
     """Train on the module's batch for some steps, in a Trainer without output."""
-    trainer = L.Trainer(
-        accelerator="gpu" if module.batch.is_cuda else "cpu",
-        devices=1,
-        max_steps=steps,
-        callbacks=[*callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    device = str(module.batch.device)
+    trainer = quiet_trainer(device, max_steps=steps, callbacks=[*callbacks], **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader([module.batch] * steps, batch_size=None))

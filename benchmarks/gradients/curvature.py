@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from benchmarks.models import ten_million_transformer
+from benchmarks.models import quiet_trainer, ten_million_transformer
 from benchmarks.strategies.compression_tasks import Bytes
 
 LOOKS = 40
@@ -214,27 +214,12 @@ class Curve(L.Callback):
             self._since = time.process_time()
 
 
-def quiet(*callbacks: L.Callback, **settings: Any) -> L.Trainer:
-    """Return a Trainer that does nothing but train."""
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        **settings,
-    )
-
-
 def train(kind: type[Problem], optimizer: str, ours: bool, lr: float, steps: int) -> Curve:
     """Train once, and return how the loss went."""
     problem, curve = kind(optimizer, lr, steps), Curve(steps)
     callbacks = [lo.CurvaturePreconditioner()] if ours else []
     loader = DataLoader(problem.batches(), batch_size=None)  # type: ignore[arg-type]
-    quiet(*callbacks, curve).fit(problem, loader)
+    quiet_trainer(max_epochs=1, callbacks=[*callbacks, curve]).fit(problem, loader)
     gc.collect()  # Trainer and model know each other
     return curve
 
@@ -328,7 +313,9 @@ def cost(quick: bool) -> list[dict[str, Any]]:
             plain, ours = StepTimes(), StepTimes()
             for times, more in ((plain, []), (ours, [lo.CurvaturePreconditioner()])):
                 model, batches = make()
-                quiet(times, *more).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+                quiet_trainer(max_epochs=1, callbacks=[times, *more]).fit(
+                    model, DataLoader(batches, batch_size=None)
+                )  # type: ignore[arg-type]
             base = statistics.median(plain.seconds[1:])
             # The first step also makes the optimizer's state.
             estimating = statistics.median(ours.seconds[10::10])

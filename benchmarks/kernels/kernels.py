@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from benchmarks.kernels.kernels_models import MODELS, Batches, Learner, Parts
+from benchmarks.models import quiet_trainer
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.numerics.ratios import median_ratio
 
@@ -159,17 +160,9 @@ def train(pipe: Connection, name: str, size: str, switch: Switch, device: str) -
     try:
         learner = Learner(name, size, switch.parts)
         callbacks = [getattr(lo, key)(**value) for key, value in switch.callbacks.items()]
-        trainer = L.Trainer(
-            accelerator="gpu" if device == "cuda" else "cpu",
-            devices=1,
-            max_epochs=-1,
-            precision=switch.precision,  # type: ignore[arg-type]
-            callbacks=[*callbacks, Turns(pipe, device)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        callbacks.append(Turns(pipe, device))
+        precision = switch.precision
+        trainer = quiet_trainer(device, max_epochs=-1, precision=precision, callbacks=callbacks)
         loader = DataLoader(Batches(learner), batch_size=None, pin_memory=device == "cuda")
         trainer.fit(learner, loader)
     except BaseException:  # noqa: BLE001 - sent to the parent

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from lightning_opt.core.measure.timing import time_in_turns
+from benchmarks.models import quiet_trainer
 from lightning_opt.core.numerics.ratios import median_ratio
 
 NETWORKS: dict[str, tuple[str, str] | None] = {
@@ -188,15 +188,10 @@ def time_candidate(
     """Return the seconds and the bytes per step, and the choice of ``ddp_compressed``."""
     left_out = LEFT_OUT_OF_AUTO if name == AUTO else LEFT_OUT
     watch = Stopwatch()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         strategy=strategy,
         max_steps=left_out + steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[watch, chosen := Chosen()],
     )
     trainer.fit(Network(), range(left_out + steps))
@@ -369,57 +364,6 @@ def measure(
         return found
 
 
-# --- the processor's part -----------------------------------------------------------------------
-
-COPY = "memory copy"
-
-
-def cost_of_compression(rounds: int) -> lo.Report:
-    """Time encoding and decoding one bucket of 26 MB, as a ratio to copying it."""
-    numel = 6_553_600
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(numel, generator=generator) for _ in range(3)]
-    copy = torch.empty(numel)
-    turn = itertools.count()
-    timed: dict[str, Callable[[], object]] = {
-        COPY: lambda: copy.copy_(gradients[next(turn) % 3]),
-        "torch.topk of 1%": lambda: torch.topk(
-            gradients[next(turn) % 3].abs(), numel // 100, sorted=False
-        ),
-    }
-    for name, compressor in {
-        "TopK(0.01)": lo.TopK(0.01),
-        "TopK(0.001)": lo.TopK(0.001),
-        "Quantize(8)": lo.Quantize(8),
-        "Quantize(4)": lo.Quantize(4),
-    }.items():
-        codec, residual = compressor.codec(numel, torch.device("cpu")), torch.zeros(numel)
-
-        def compress(codec: Any = codec, residual: Tensor = residual) -> None:
-            codec.compress(residual.add_(gradients[next(turn) % 3]))
-
-        def decode(codec: Any = codec) -> None:
-            copy.zero_()
-            for _ in range(2):  # two ranks' messages, though both are this rank's
-                codec.decompress_add(codec.message, copy, 0.5)
-
-        timed[f"{name}: add the gradient, compress, keep the rest"] = compress
-        timed[f"{name}: add up two messages"] = decode
-    seconds = time_in_turns(timed, rounds=rounds, warmup=10)
-    return lo.Report(
-        "The processor's part: one bucket of 6.5 million elements, one thread",
-        [
-            {
-                "what": name,
-                "ms": round(1000 * statistics.median(own), 2),
-                "memory copies": round(median_ratio(own, seconds[COPY]), 2),
-            }
-            for name, own in seconds.items()
-        ],
-        ["A step compresses once and adds up the messages of all ranks once."],
-    )
-
-
 # --- the report ---------------------------------------------------------------------------------
 
 
@@ -438,7 +382,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     own.only = [name for name in candidates() if name in {"dense", "no exchange", *own.only}]
     arguments = parse_arguments(__doc__ or "", rest)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
-    publish("compression_cost", cost_of_compression(5 if arguments.quick else 30), arguments)
     reason = why_not()
     if reason is not None:
         print(f"This machine does not allow the benchmark's own networks: {reason}")

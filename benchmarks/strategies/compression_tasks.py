@@ -12,21 +12,16 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.models import quiet_trainer
+
 BATCH = 32
 """Samples per step of all ranks together."""
 
 
 def trainer_of(world: int, strategy: Any, **settings: Any) -> L.Trainer:
     """Return a Trainer of ``world`` ranks for one epoch, without logs and checkpoints."""
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        **{**dict.fromkeys(off, False), **settings},
-    )
+    settings = {"max_epochs": 1, "use_distributed_sampler": False, **settings}
+    return quiet_trainer(devices=world, strategy=strategy, **settings)
 
 
 class Task(L.LightningModule):

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
+from benchmarks.models import quiet_trainer
 from benchmarks.strategies.compression import (
     INTERFACE,
     NETWORKS,
@@ -70,17 +70,8 @@ def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float, 
     window = min(settings["sync_every"], 30)
     steps = (1 + WINDOWS) * window
     watch = Stopwatch()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=lo.DiLoCoStrategy(**settings),
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[watch],
-    )
+    strategy = lo.DiLoCoStrategy(**settings)
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, callbacks=[watch])
     trainer.fit(Network(), range(steps))
     dist.barrier()
     timed = WINDOWS * window

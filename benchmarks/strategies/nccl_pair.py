@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 import warnings
@@ -20,13 +19,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from benchmarks.gpt import GPT, size_for
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import free_port, parse_arguments, publish
+from benchmarks.models import quiet_trainer
 from lightning_opt.core.measure.timing import wait_for
 
 GPU = True
@@ -60,22 +59,6 @@ class Language(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Kept(Logger):
-    """Stores the latest logged values."""
-
-    name, version = "kept", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latest: dict[str, float] = {}
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.latest |= metrics
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Not used."""
-
-
 def train(rank: int, port: int, name: str, device: str, steps: int, queue: Any) -> None:
     """Train one rank; the first one returns its measurements."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -89,36 +72,31 @@ def train(rank: int, port: int, name: str, device: str, steps: int, queue: Any) 
             os.environ["CUDA_VISIBLE_DEVICES"] = "0,0"
         model = Language(size_for(device, "124M"), device)
         batches = [model.network.batch(4, "cpu") for _ in range(WARMUP + steps)]
-        kept, strategy = Kept(), name
+        strategy: Any = name
         if name.startswith("ddp_") and name != "ddp_bf16":
             settings = {"every_n_steps": 1}
             kinds = {"topk": {"ramp_steps": 0}}
             kind = name.removeprefix("ddp_")
             strategy = lo.CompressedDDPStrategy(kind, **settings, **kinds.get(kind, {}))
-        trainer = L.Trainer(
+        trainer = quiet_trainer(
+            device,
             strategy=strategy,
-            accelerator="gpu" if cuda else "cpu",
             devices=2,
             max_epochs=1,
             precision="bf16-mixed" if cuda else "32-true",
-            logger=kept,
             use_distributed_sampler=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
         if rank == 0:
-            queue.put((model.seconds[WARMUP:], kept.latest))
+            logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            queue.put((model.seconds[WARMUP:], logged))
     except BaseException:  # noqa: BLE001 - the parent has to hear of it
         queue.put(traceback.format_exc())
 
 
 def measure(name: str, device: str, steps: int) -> Any:
     """Return the first rank's measurements, or the error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     ranks = [
