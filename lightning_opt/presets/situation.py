@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import lightning_opt
 from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.strategies.strategy_strings import NamedStrategy
 from lightning_opt.trainer.lightning import (
     PACKAGES,
     Accelerator,
@@ -113,13 +115,15 @@ class Situation:
         if isinstance(given, Strategy):
             return type(given)
         strategies = package_of(self.model).strategies
-        kind: type[pl.strategies.Strategy] | None = None
+        kind: Any = None
         name = str(given).lower()
         if name == "auto":
             kind = strategies.DDPStrategy if self.processes > 1 else strategies.SingleDeviceStrategy
         elif name in strategies.StrategyRegistry:
             kind = strategies.StrategyRegistry[name]["strategy"]
-        return getattr(kind, "kind", kind)  # a string of this package has a class of either package
+        if isinstance(kind, NamedStrategy):
+            kind = getattr(lightning_opt, kind.name)
+        return kind if isinstance(kind, type) else None
 
     @cached_property
     def strategy(self) -> str:
