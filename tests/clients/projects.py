@@ -36,12 +36,17 @@ def is_alone(settings: Settings) -> bool:
     return settings.get("devices", 1) == 1
 
 
+def without_resume(settings: Settings) -> tuple[dict[str, Any], str | None]:
+    """Return the Trainer's arguments, and the checkpoint to resume from."""
+    settings = dict(settings)
+    return settings, settings.pop("resume", None)
+
+
 def fit(module: Any, data: Any, settings: Settings, *, predict: bool = True) -> nn.Module:
-    """Train, from the checkpoint ``settings["resume"]`` if given, and ``predict``."""
+    """Train, and ``predict``."""
     import lightning as L
 
-    settings = dict(settings)
-    resume = settings.pop("resume", None)
+    settings, resume = without_resume(settings)
     kind = "datamodule" if isinstance(data, L.LightningDataModule) else "train_dataloaders"
     trainer = L.Trainer(**{**QUIET, **settings})
     # Checkpoints of some projects hold their own classes.
@@ -113,10 +118,12 @@ def scvi(settings: Settings) -> nn.Module:
     cells = anndata.AnnData(counts)
     SCVI.setup_anndata(cells)
     model = SCVI(cells, n_hidden=8, n_latent=2)
+    settings, resume = without_resume(settings)
     model.train(
         train_size=1.0,
         batch_size=8,
         shuffle_set_split=False,
+        ckpt_path=resume,
         **{**QUIET, "max_epochs": 1, **settings},
     )
     if is_alone(settings):
@@ -134,6 +141,7 @@ def gluonts(settings: Settings) -> nn.Module:
         {"start": pd.Period("2024-01-01", freq="D"), "target": np.sin(np.arange(60) + shift)}
         for shift in range(4)
     ]
+    settings, resume = without_resume(settings)
     estimator = SimpleFeedForwardEstimator(
         prediction_length=4,
         context_length=8,
@@ -143,7 +151,7 @@ def gluonts(settings: Settings) -> nn.Module:
         trainer_kwargs={**QUIET, "max_epochs": 1, "enable_checkpointing": True, **settings},
     )
     data = ListDataset(series, freq="D")
-    predictor = estimator.train(data)
+    predictor = estimator.train(data, ckpt_path=resume)
     if is_alone(settings):
         next(iter(predictor.predict(data)))
     return predictor.prediction_net
@@ -178,6 +186,7 @@ def darts(settings: Settings) -> nn.Module:
     from darts.models import NBEATSModel
 
     series = TimeSeries.from_values(np.sin(np.arange(60, dtype=np.float32)))
+    settings, resume = without_resume(settings)
     model = NBEATSModel(
         input_chunk_length=8,
         output_chunk_length=4,
@@ -189,6 +198,7 @@ def darts(settings: Settings) -> nn.Module:
         random_state=0,
         pl_trainer_kwargs={**QUIET, **settings},
     )
+    model.load_ckpt_path = resume  # as load_from_checkpoint sets it
     model.fit(series)
     if is_alone(settings):
         model.predict(4)
@@ -316,9 +326,6 @@ PROJECTS: dict[str, tuple[Callable[[Settings], nn.Module], str]] = {
     "GAN": (gan, "lightning"),
 }
 """The training and the package that it needs, by project."""
-
-OWN_TRAINER = ("scvi-tools", "GluonTS", "neuralforecast", "darts")
-"""Projects that build the Trainer themselves."""
 
 
 def installed() -> list[str]:

@@ -141,7 +141,7 @@ class Subject:
         if self.strategy:
             known = StrategyRegistry[self.strategy]["init_params"]
             known = {key: value for key, value in known.items() if key != "start_method"}
-            return {"strategy": kind(**{**known, **AT_ONCE.get(self.name, {})})}
+            return {"strategy": kind(**{**known, **AT_ONCE.get(self.name, {}), **self.settings})}
         takes = inspect.signature(kind).parameters
         # To act within a few steps.
         usual = {"every_n_steps": 2} if "every_n_steps" in takes else {}
@@ -188,5 +188,5 @@ def strategy_strings(kind: type[Strategy]) -> list[str]:
     return [
         name
         for name, data in StrategyRegistry.items()
-        if getattr(data["strategy"], "kind", None) is kind and not name.endswith(variants)
+        if getattr(data["strategy"], "name", None) == kind.__name__ and not name.endswith(variants)
     ]
