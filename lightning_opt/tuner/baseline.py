@@ -187,7 +187,9 @@ class Baseline:
         except FitFailed as failure:
             self.close()
             hint = " Increase timeout (--timeout)." if failure.kind == "timeout" else ""
-            raise BaselineFailed(failure.kind, failure.message + hint, failure.details) from failure
+            raise BaselineFailed(
+                failure.kind, failure.message + hint, failure.details
+            ) from failure.__cause__
         self.peaks.setdefault(len(self._run.losses), self._run.peak)
         return seconds
 

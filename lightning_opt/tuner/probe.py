@@ -139,7 +139,8 @@ class TrialWatch(BaseCallback):
                 for name, parameter in _named_parameters(pl_module)
                 if name in self._initial
             }
-            self._write()
+            if trainer.is_global_zero:
+                self._write()
 
     def _record_profile(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
         """Record the seconds of a step by group; remove the profiler when queues have settled."""

@@ -1,9 +1,9 @@
-"""The process of a `TrainingProcess`: it trains step by step on request.
+"""The process of a `TrainingProcess`: it takes training steps on request.
 
-Its folder holds the payload to train. It receives numbers of steps through a connection, sends
-messages back, and prints into the folder's log. When the other end closes, because that process has
-ended, it kills itself and all processes that it has started. Other ranks of a distributed run
-execute this file as a script, without a connection.
+Rank 0 receives numbers of steps through a connection, sends messages back, and prints into the
+folder's log. When the connection closes, because the parent process has ended, it kills itself and
+all processes that it has started. Lightning starts the other ranks by executing this file as a
+script. They have no connection, and write a failure into the folder.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,36 +26,42 @@ import torch
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import PeakMeter
 from lightning_opt.worker.gate import Step, StepGate, run
-from lightning_opt.worker.starting import Surroundings, kill_tree
+from lightning_opt.worker.starting import ProcessState, kill_tree
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-PAYLOAD, LOG = "payload.pkl", "log"
-"""Files in the folder."""
+PAYLOAD, LOG, FAILED = "payload.pkl", "log", ".failed"
+"""Files in the folder, and the ending of the files with the failures of ranks above 0."""
 
 
 class Worker:
-    """Trains the run that the payload describes."""
+    """Trains the run that the folder describes.
 
-    def __init__(self, connection: Connection | None) -> None:
-        self._connection = connection
+    Args:
+        folder: The folder of the run.
+        connection: The connection to the parent process; None on ranks above 0.
+    """
+
+    def __init__(self, folder: Path, connection: Connection | None) -> None:
+        self._folder, self._connection = folder, connection
         self._requests: queue.Queue[int] = queue.Queue()
         self._meter: PeakMeter | None = None
         self._resident = 0
-        self._started = False
 
-    def run(self, payload: dict[str, Any]) -> None:
-        if self._connection is not None:
-            threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
+    def run(self) -> None:
+        gate = StepGate(self._exchange)
         try:
+            payload = pickle.loads((self._folder / PAYLOAD).read_bytes())
+            sys.path[:] = payload["path"]
             torch.set_num_threads(payload["threads"])
-            recipe = pickle.loads(payload["recipe"])
-            gate, seed = StepGate(self._exchange), payload["seed"]
+            recipe, seed = pickle.loads(payload["recipe"]), payload["seed"]
+            if self._connection is not None:
+                threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
             trainer = run(**recipe, gate=gate, seed=seed, on_device=self._measure_memory)
             self._send_steps(gate.take_steps(trainer))  # fewer than requested: the data has ended
         except BaseException as error:  # noqa: BLE001 - the parent reports any failure
-            self._send("failed", *self._describe(error))
+            self._report(error, "error" if gate.started else "setup")
 
     def _listen(self, connection: Connection) -> None:
         try:
@@ -71,10 +78,9 @@ class Worker:
 
     def _exchange(self, trainer: pl.Trainer, steps: list[Step]) -> int:
         """Send the steps of the last block, and wait for the number of steps of the next."""
-        if self._started:
+        if steps:
             self._send_steps(steps)
         else:
-            self._started = True
             place = {"device": str(trainer.strategy.root_device), "devices": trainer.world_size}
             self._send("ready", place | {"pid": os.getpid()})
         return self._requests.get()
@@ -87,27 +93,31 @@ class Worker:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _describe(self, error: BaseException) -> tuple[str, str, str]:
-        kind = "error" if self._started else "setup"
+    def _report(self, error: BaseException, kind: str) -> None:
+        """Report a failure with its time, because the first failure of a rank causes the others."""
         kind = "out of memory" if is_out_of_memory(error) else kind
         last = "".join(traceback.format_exception_only(error)).strip()
-        return kind, last, "".join(traceback.format_exception(error))
+        failure = (time.time(), kind, last, "".join(traceback.format_exception(error)))
+        if self._connection is not None:
+            self._connection.send(("failed", *failure))
+        else:
+            unfinished = self._folder / str(os.getpid())
+            unfinished.write_bytes(pickle.dumps(failure))
+            unfinished.replace(unfinished.with_suffix(FAILED))  # never read by halves
 
 
-def train(connection: Connection, surroundings: Surroundings, folder: str) -> None:
-    surroundings.apply(str(Path(folder) / LOG))
+def train(connection: Connection, state: ProcessState, folder: str) -> None:
+    state.apply(str(Path(folder) / LOG))
     sys.argv[:] = [__file__, folder]  # Lightning repeats them to start the other ranks
+    start(connection)
+
+
+def start(connection: Connection | None) -> None:
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # writes the stacks to the log
-    _train(folder, connection)
-
-
-def _train(folder: str, connection: Connection | None) -> None:
-    payload = pickle.loads((Path(folder) / PAYLOAD).read_bytes())
-    sys.path[:] = payload["path"]
-    Worker(connection).run(payload)
+    Worker(Path(sys.argv[1]), connection).run()
 
 
 if __name__ == "__main__":
-    _train(sys.argv[1], None)
+    start(None)

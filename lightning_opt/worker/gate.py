@@ -87,9 +87,13 @@ class StepGate(BaseCallback):
         exchange: Called on rank 0 with the Trainer and the steps of the last block (before the
             first block, with none). It waits, and returns the number of steps of the next block; 0
             ends the run.
+
+    Attributes:
+        started: Whether the run has reached its first step.
     """
 
     def __init__(self, exchange: Callable[[pl.Trainer, list[Step]], int]) -> None:
+        self.started = False
         self._exchange = exchange
         self._block_steps = 0
         self._clock: StepClock | None = None
@@ -104,6 +108,7 @@ class StepGate(BaseCallback):
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
             self._group = dist.new_group(backend="gloo", timeout=MAX_PAUSE)
         self._clock = StepClock(trainer.strategy.root_device)
+        self.started = True
         self._start_block(trainer)
 
     def on_train_batch_end(

@@ -50,7 +50,7 @@ def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseP
 
     Args:
         function: A function of a module. In the process it is called with a connection, the
-            :class:`Surroundings` to apply, and the arguments.
+            :class:`ProcessState` to apply, and the arguments.
         *arguments: Further arguments of the function; they are pickled.
 
     Returns:
@@ -64,14 +64,14 @@ def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseP
     }
     environment["PYTHONPATH"] = os.pathsep.join(path)
     start_method = multiprocessing.get_start_method(allow_none=True)
-    surroundings = Surroundings(environment, os.getcwd(), start_method)  # noqa: PTH109
+    state = ProcessState(environment, os.getcwd(), start_method)  # noqa: PTH109
     with _lock, mock.patch.dict(os.environ, environment, clear=True), _without_main_script():
         context = _context(environment, function.__module__)
         get_temp_dir()  # otherwise each process creates one, which a kill would leave behind
         with defer_ctrl_c():
             ours, theirs = context.Pipe()
             with theirs:
-                process = context.Process(target=function, args=(theirs, surroundings, *arguments))
+                process = context.Process(target=function, args=(theirs, state, *arguments))
                 process.start()
     return process, ours
 
@@ -142,7 +142,7 @@ def _without_main_script() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-class Surroundings(NamedTuple):
+class ProcessState(NamedTuple):
     """The environment variables, working directory and start method of a new process."""
 
     environment: dict[str, str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 import pickle
 import shutil
 import signal
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.pool import RemoteTraceback
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_opt.core.arguments import check_at_least, check_positive
-from lightning_opt.worker.child import LOG, PAYLOAD, train
+from lightning_opt.worker.child import FAILED, LOG, PAYLOAD, train
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 from lightning_opt.worker.starting import defer_ctrl_c, kill_tree, start_process
@@ -27,17 +28,20 @@ from lightning_opt.worker.starting import defer_ctrl_c, kill_tree, start_process
 __all__ = ["FitFailed", "Step", "TrainingProcess"]
 
 GRACE_SECONDS = 5.0
-"""Seconds for a run to clean up when it is asked to end."""
+"""Seconds for a run to clean up when it is asked to end, and to disappear when it is killed."""
 
 POLL_SECONDS = 0.1
 """Seconds between checks that a silent process is alive."""
 
-MAX_LOG_CHARACTERS = 8000
+STACK_SECONDS = 0.2
+"""Seconds for a process to write its stacks."""
+
+MAX_LOG_CHARACTERS = 16_000
 """Maximum number of characters of the process's output in the details of a failure."""
 
 
 class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a measurement
-    """A run could not continue.
+    """A run could not continue. Its traceback shows that of the process above its own.
 
     Attributes:
         kind: ``"setup"`` (before the first step), ``"error"`` (an exception in training, or the end
@@ -49,6 +53,7 @@ class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a mea
     def __init__(self, kind: str, message: str, details: str = "") -> None:
         super().__init__(f"{kind}: {message}")
         self.kind, self.message, self.details = kind, message, details
+        self.__cause__ = RemoteTraceback(f"\n{details}") if details else None
 
 
 class TrainingProcess:
@@ -214,6 +219,8 @@ class TrainingProcess:
     def _receive(self) -> Any:
         deadline = time.monotonic() + self.timeout
         while not self._connection.poll(max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))):
+            if any(self._folder.glob(f"*{FAILED}")):  # rank 0 may wait for that rank for ever
+                self._fail("died", "Another rank has failed.")
             if not self._process.is_alive():
                 assert self._process.pid is not None
                 kill_tree(self._process.pid)  # workers of its loaders may hold the connection open
@@ -230,15 +237,20 @@ class TrainingProcess:
             self._process.join(GRACE_SECONDS)
             self._fail(*describe_exit(self._process.exitcode or 0), self._log())
         if message[0] == "failed":
-            self._fail(*message[1:])
+            _, failed_at, *failure = message
+            self._fail(*failure, at=failed_at)
         return message
 
     def _log_with_stacks(self) -> str:
+        """Return the log after all ranks have written their stacks into it."""
+        import psutil
+
         if hasattr(signal, "SIGUSR1"):
-            assert self._process.pid is not None
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGUSR1)  # on which it writes its stacks
-            time.sleep(0.2)
+            with contextlib.suppress(psutil.Error):
+                rank_0 = psutil.Process(self._process.pid)
+                for process in (*rank_0.children(), rank_0):
+                    process.send_signal(signal.SIGUSR1)
+                    time.sleep(STACK_SECONDS)
         return self._log()
 
     def _log(self) -> str:
@@ -247,8 +259,11 @@ class TrainingProcess:
         except OSError:
             return ""
 
-    def _fail(self, kind: str, message: str, details: str = "") -> NoReturn:
-        self._failure = FitFailed(kind, message, details)
+    def _fail(self, kind: str, message: str, details: str = "", at: float = math.inf) -> NoReturn:
+        """Raise the failure that came first: other ranks fail because of it."""
+        others = [pickle.loads(file.read_bytes()) for file in self._folder.glob(f"*{FAILED}")]
+        _, *first = min([(at, kind, message, details), *others])
+        self._failure = FitFailed(*first)
         self._finalizer()
         raise self._failure
 
@@ -283,6 +298,6 @@ def _pickled(recipe: dict[str, Any]) -> bytes:
 def _end(process: BaseProcess, connection: Connection, folder: Path) -> None:
     assert process.pid is not None
     kill_tree(process.pid)
-    process.join()
+    process.join(GRACE_SECONDS)
     connection.close()
     shutil.rmtree(folder, ignore_errors=True)

@@ -48,6 +48,11 @@ def test_observations_have_facts_gradients_and_distances() -> None:
     assert all(distance > 0 for distance in observed.moved[8].values())
 
 
+def test_only_rank_0_writes_its_observations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "is_global_zero", False)
+    assert observe(TASK, 0).gradients == []
+
+
 class Workers(Callback):
     """Sets workers at the start of an epoch, as DataPipelineTuner does."""
 

@@ -23,7 +23,7 @@ def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch
     assert starting._context(dict(os.environ), "json").get_start_method() == "spawn"
 
 
-def wait_for_eof(end: connection.Connection, surroundings: starting.Surroundings) -> None:
+def wait_for_eof(end: connection.Connection, state: starting.ProcessState) -> None:
     with end, pytest.raises(EOFError):
         end.recv()
 

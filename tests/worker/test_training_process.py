@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,11 +199,13 @@ def test_process_with_an_open_training_exits_and_ignores_its_rank():
     assert gone(pid)
 
 
+TWO_RANKS = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_pause_and_step_together():
-    settings = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-    with TrainingProcess(Net, rows, settings) as fit:
+    with TrainingProcess(Net, rows, TWO_RANKS) as fit:
         steps = fit.advance(3)
         fit.advance(2)
         assert {step.samples for step in steps} == {8}
@@ -210,6 +213,24 @@ def test_two_ranks_pause_and_step_together():
         pids = [fit.summary["pid"], *children_of(fit)]
         assert len(pids) >= 2
     assert all(gone(pid) for pid in pids)
+
+
+class FailsOnRank1(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            raise ArithmeticError("planted on rank 1")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_failure_of_another_rank_is_the_reason():
+    """Rank 0 then fails too, because its connection is closed."""
+    with TrainingProcess(Net, rows, lambda: {**TWO_RANKS, "callbacks": [FailsOnRank1()]}) as fit:
+        fit.advance(2)
+        with pytest.raises(FitFailed, match="ArithmeticError: planted on rank 1") as failure:
+            fit.advance(2)
+    assert failure.value.kind == "error"
+    assert "in on_train_batch_start" in failure.value.details
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -234,6 +255,7 @@ def test_failure_has_a_kind_and_a_sentence(what, kind, message):
         assert "\n" not in failure.value.message
         if what in ("raises", "segfaults"):
             assert f"in {what}" in failure.value.details  # where in the user's code
+            assert f"in {what}" in "".join(traceback.format_exception(failure.value))
         with pytest.raises(FitFailed):
             fit.advance(1)
         assert fit.closed
