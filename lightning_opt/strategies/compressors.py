@@ -86,11 +86,9 @@ class TopK(Compressor):
 
     Args:
         ratio: Share of a bucket's elements to send, above 0 and at most 1.
-        k: Number of elements to send per bucket, instead of a ratio.
 
     Raises:
-        ValueError: For a ratio outside (0, 1] or a ``k`` below 1; from :meth:`codec` if ``k``
-            exceeds the bucket's elements.
+        ValueError: For a ratio outside (0, 1].
 
     References:
         Aji and Heafield (2017), *Sparse Communication for Distributed Gradient Descent*.
@@ -98,24 +96,12 @@ class TopK(Compressor):
 
     late = True
 
-    def __init__(self, ratio: float = 0.01, k: int | None = None) -> None:
+    def __init__(self, ratio: float = 0.01) -> None:
         self.ratio = check_share("ratio", ratio)
-        self.k = None if k is None else check_at_least("k", k, 1)
-
-    def capacity(self, numel: int) -> int:
-        """Return the number of elements to send out of ``numel``."""
-        if self.k is None:
-            return max(round(self.ratio * numel), 1)
-        if self.k > numel:
-            raise ValueError(
-                f"TopK(k={self.k}) exceeds the elements of a bucket of {numel}. Use a ratio, which "
-                "fits buckets of every size."
-            )
-        return self.k
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
-        return SparseCodec(SparseLayout(numel, min(self.capacity(numel), numel)), device)
+        return SparseCodec(SparseLayout(numel, share_of(numel, self.ratio)), device)
 
 
 class Threshold(Compressor):
@@ -146,7 +132,7 @@ class Threshold(Compressor):
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
-        layout = SparseLayout(numel, max(round(self.max_ratio * numel), 1))
+        layout = SparseLayout(numel, share_of(numel, self.max_ratio))
         return ThresholdCodec(layout, device, None if self.value == "auto" else self.value)
 
 
@@ -194,6 +180,11 @@ class PowerSGD(Compressor):
         raise NotImplementedError("PowerSGD has no codec: torch exchanges its factors.")
 
 
+def share_of(numel: int, ratio: float) -> int:
+    """Return a share of ``numel`` elements: at least one, unless there are none."""
+    return min(max(round(ratio * numel), 1), numel)
+
+
 class SparseCodec(Codec):
     def __init__(self, layout: SparseLayout, device: torch.device) -> None:
         super().__init__(layout.nbytes, device)
@@ -227,7 +218,7 @@ class ThresholdCodec(SparseCodec):
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         capacity = self.layout.capacity
         bound = self.bound if self._value is None else self._value
-        k = min(max(round(self.AUTO_RATIO * self.layout.numel), 1), capacity)
+        k = min(share_of(self.layout.numel, self.AUTO_RATIO), capacity)
         if not reads_are_free(flat.device):
             indices, values = super()._select(flat)
             if bound is None:

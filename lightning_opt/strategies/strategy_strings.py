@@ -25,16 +25,12 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class NamedStrategy:
-    """Makes a strategy of lightning_opt, whose module is imported when a Trainer asks for it."""
+    """Creates a strategy of lightning_opt, and imports it only then."""
 
     name: str
 
-    @property
-    def kind(self) -> Any:
-        return getattr(lightning_opt, self.name)
-
     def __call__(self, **arguments: Any) -> Any:
-        return self.kind(**arguments)
+        return getattr(lightning_opt, self.name)(**arguments)
 
 
 def register_strategies(registry: Any) -> None:

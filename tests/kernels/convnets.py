@@ -5,23 +5,18 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 4
 
 
-def images_of(steps: int, seed: int = 0, ndim: int = 4) -> list[dict[str, Any]]:
-    """Return samples with an image of three channels, a mask, tokens and a target."""
+def images_of(steps: int, seed: int = 0, ndim: int = 4) -> DataLoader[Any]:
+    """Return batches of two images with three channels, and their targets."""
     generator = torch.Generator().manual_seed(seed)
     space = (6, 4, 2)[: ndim - 2]
-    return [
-        {
-            "nested": [torch.randn(3, *space, generator=generator), (torch.ones(7, 2, 2),)],
-            "tokens": torch.arange(5),
-            "target": torch.randn(2, generator=generator),
-        }
-        for _ in range(2 * steps)
-    ]
+    images = torch.randn(2 * steps, 3, *space, generator=generator)
+    targets = torch.randn(2 * steps, 2, generator=generator)
+    return DataLoader(TensorDataset(images, targets), batch_size=2)
 
 
 class ConvNet(LightningModule):
@@ -51,28 +46,19 @@ class ConvNet(LightningModule):
         return self.head(self.net(image).mean(2))
 
     def step(self, batch: Any, stage: str) -> Tensor:
-        image, _ = batch["nested"]
+        image, target = batch
         last = {4: torch.channels_last, 5: torch.channels_last_3d}[self.ndim]
-        assert batch["tokens"].is_contiguous()
         with torch.no_grad():
             out = self.net[0](image)
         layouts = [t.is_contiguous(memory_format=last) for t in (out, self.net[0].weight)]
-        assert image.is_contiguous()
         self.seen.append((stage, *layouts))
-        return nn.functional.mse_loss(self(image), batch["target"])
+        return nn.functional.mse_loss(self(image), target)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_step == self.fail_at:
             raise ArithmeticError("planted")
-        rank, ranks = self.global_rank, self.trainer.world_size
-        if ranks > 1:
-            image, (mask,) = batch["nested"]
-            batch = {
-                "nested": [image[rank::ranks], (mask[rank::ranks],)],
-                "tokens": batch["tokens"],
-                "target": batch["target"][rank::ranks],
-            }
-        return self.step(batch, "train")
+        own = slice(self.global_rank, None, self.trainer.world_size)
+        return self.step([part[own] for part in batch], "train")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.step(batch, "validate")
@@ -82,16 +68,16 @@ class ConvNet(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.step(batch, "predict")
-        return self(batch["nested"][0])
+        return self(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         more = {"momentum": 0.9} if self.optimizer == "SGD" else {}
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.02, **more)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(images_of(STEPS, ndim=self.ndim), batch_size=2)  # type: ignore[arg-type]
+        return images_of(STEPS, ndim=self.ndim)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(images_of(1, seed=1, ndim=self.ndim), batch_size=2)  # type: ignore[arg-type]
+        return images_of(1, seed=1, ndim=self.ndim)
 
     test_dataloader = predict_dataloader = val_dataloader

@@ -1,7 +1,6 @@
 """Compressors against float64 arithmetic, without processes."""
 
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -11,12 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_opt.strategies import packing, selection
-from lightning_opt.strategies.compressors import (
-    Compressor,
-    Quantize,
-    Threshold,
-    TopK,
-)
+from lightning_opt.strategies.compressors import Quantize, Threshold, TopK, share_of
 from lightning_opt.strategies.packing import GROUP_SIZE, read_count
 from tests.strategies.tensors import tensors
 
@@ -77,9 +71,8 @@ def test_messages_and_residual_add_up_to_the_gradients(compressor, flat, steps):
     warm=st.floats(0.05, 20.0),
 )
 def test_top_k_sends_the_largest_elements(flat, ratio, warm):
-    compressor = TopK(ratio)
-    k = compressor.capacity(len(flat))
-    codec = compressor.codec(len(flat), CPU)
+    k = share_of(len(flat), ratio)
+    codec = TopK(ratio).codec(len(flat), CPU)
     codec.compress(flat * warm)  # leaves a threshold that is too high, or too low
     codec.compress(flat.clone())
     indices, sent = codec.layout.read(codec.message)
@@ -199,14 +192,6 @@ def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
     assert sum(counts) >= 0.97 * 60 * 2000
 
 
-def test_ties_are_cut_to_k_elements():
-    places, kth = selection.largest(torch.tensor([1.0, 2.0, 2.0, 3.0, 2.0, 0.5]), 3)
-    assert kth == 2.0
-    assert len(places) == 3
-    assert 3 in places
-    assert set(places.tolist()) < {1, 2, 3, 4}
-
-
 # --- arguments ----------------------------------------------------------------------------------
 
 
@@ -224,10 +209,8 @@ def test_invalid_ratio_raises(ratio):
         (lambda: Quantize(bits=3), "bits"),
         (lambda: Quantize(block=0), "block"),
         (lambda: Quantize(block=5), "block"),
-        (lambda: TopK(k=0), "k must"),
         (lambda: Threshold(value=-1.0), "value"),
         (lambda: Threshold(value=0.0), "value"),
-        (lambda: TopK(k=11).codec(10, CPU), "bucket of 10"),
     ],
 )
 def test_invalid_arguments_raise(make, word):
@@ -236,7 +219,5 @@ def test_invalid_arguments_raise(make, word):
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.02), Threshold(0.1), Quantize(4)])
-def test_compressors_pickle_and_have_a_repr(compressor: Compressor):
-    again = pickle.loads(pickle.dumps(compressor))
-    assert repr(again) == repr(compressor)
+def test_repr_of_a_compressor_creates_it(compressor):
     assert eval(repr(compressor)).__dict__ == compressor.__dict__

@@ -15,9 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
+from lightning_opt.core.measure.timing import rotated
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.modules.trial import TrialStep
+from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.layouts import same_layout, with_strides
 from lightning_opt.trainer.lightning import (
@@ -35,8 +37,8 @@ log = logging.getLogger(__name__)
 
 Policy = Literal["auto", "layers", "always"]
 
-# Number of timed steps in each format, after one step that is not timed.
-ROUNDS = 3
+# Steps in each format; the first one prepares kernels.
+UNTIMED_ROUNDS, TIMED_ROUNDS = 1, 3
 # channels_last is used if its step takes less than this share of the contiguous step's time.
 # Smaller differences are noise.
 MAX_TIME_SHARE = 0.97
@@ -105,19 +107,20 @@ class ChannelsLast(RunCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Decide before the strategy wraps the model, unless the decision needs a measurement."""
+        strategy = type(trainer.strategy).__name__
         sharded = isinstance(
             trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
         )
         if sharded and self.policy == "always":
             raise ValueError(
-                f"ChannelsLast('always') does not work with {type(trainer.strategy).__name__}: its "
-                "shards have their own memory order. Use DDP, or remove the callback."
+                f"ChannelsLast('always') does not work with {strategy}: its shards have their own "
+                "memory order. Use DDP, or remove the callback."
             )
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
         self._decision = {}
         if sharded:
-            self._decide(False, f"{type(trainer.strategy).__name__} lays out the weights itself")
+            self._decide(False, f"{strategy} lays out the weights itself")
         elif not is_overridden("configure_model", pl_module):
             self._inspect(trainer, pl_module)
         elif trainer.world_size > 1:
@@ -126,23 +129,20 @@ class ChannelsLast(RunCallback):
     def _inspect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Decide by the policy and the layers, unless the decision needs a measurement."""
         self._convolutions = convolutions = Convolutions(pl_module)
+        obstacle = _obstacle_to_measuring(trainer) if self.policy == "auto" else None
         if convolutions.count == 0:
             self._decide(False, "no convolutions over two or three dimensions")
-            return
-        if self.policy == "always":
+        elif self.policy == "always":
             self._decide(True, "policy 'always'")
-            return
-        obstacle = None if self.policy == "layers" else _obstacle_to_measuring(trainer)
-        if self.policy == "layers" or obstacle is not None:
-            reason = (
+        elif self.policy == "auto" and obstacle is None:
+            self._is_undecided = True
+        else:
+            counts = (
                 f"{convolutions.count} convolutions, "
                 f"{convolutions.others} other layers that multiply"
             )
-            self._decide(
-                convolutions.are_majority, f"{reason} ({obstacle})" if obstacle else reason
-            )
-            return
-        self._is_undecided = True
+            reason = counts if obstacle is None else f"{counts} ({obstacle})"
+            self._decide(convolutions.are_majority, reason)
 
     def _decide(self, channels_last: bool, reason: str, **figures: float) -> None:
         self._is_undecided = False
@@ -184,32 +184,25 @@ class ChannelsLast(RunCallback):
 
     def _measure(self, convolutions: Convolutions, step: TrialStep) -> None:
         """Time the step in both formats in turns, and decide unless memory runs out."""
-        seconds: dict[bool, list[float]] = {False: [], True: []}
+        seconds: dict[str, list[float]] = {"contiguous": [], "channels_last": []}
         try:
-            for round_number in range(ROUNDS + 1):
-                for channels_last, times in seconds.items():
-                    if channels_last:
+            for turn in range(UNTIMED_ROUNDS + TIMED_ROUNDS):
+                for name in rotated(list(seconds), turn):
+                    if name == "channels_last":
                         convolutions.convert()
                     try:
-                        time = step.run()
+                        seconds[name].append(step.run())
                     finally:
                         convolutions.restore()
-                    if round_number:  # the first round prepares kernels
-                        times.append(time)
         except CAUGHT as error:
             if not is_out_of_memory(error):
                 raise
             return
-        contiguous_seconds, channels_last_seconds = (
-            statistics.median(times) for times in seconds.values()
-        )
+        timed = {name: values[UNTIMED_ROUNDS:] for name, values in seconds.items()}
         self._decide(
-            channels_last_seconds < MAX_TIME_SHARE * contiguous_seconds,
+            median_ratio(timed["channels_last"], timed["contiguous"]) < MAX_TIME_SHARE,
             "a measurement on the first batch",
-            **{
-                "ms contiguous": 1e3 * contiguous_seconds,
-                "ms channels_last": 1e3 * channels_last_seconds,
-            },
+            **{f"ms {name}": 1e3 * statistics.median(values) for name, values in timed.items()},
         )
 
     def report(self) -> Report:

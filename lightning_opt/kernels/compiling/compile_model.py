@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.kernels.compiling.measuring import Comparison
-from lightning_opt.kernels.compiling.regions import (
-    EAGER,
-    CompileOptions,
-    Region,
-    comes_from_compiled_backward,
-)
+from lightning_opt.kernels.compiling.regions import EAGER, CompileOptions, Region
 from lightning_opt.kernels.compiling.setup import (
     check_compatible,
     compile_settings,
@@ -52,7 +47,8 @@ class CompileModel(RunCallback):
     buffers, attributes) and repeated uncompiled, and the region moves on to the next mode of the
     list below. The reason is logged once; no batch is lost or trained twice. If the uncompiled run
     raises as well, the error is the model's own and is raised unchanged. Out-of-memory errors pass
-    through. An error that compiled code raises in a backward pass ends the run.
+    through. An error that compiled code raises in a backward pass ends the run, because
+    that step cannot be rolled back.
 
     ================================ ============================================================
     ``mode``                         modes that are tried, in this order
@@ -122,17 +118,16 @@ class CompileModel(RunCallback):
         backend: str | Callable[..., Any] = "inductor",
         measure: bool = False,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}.")
-        if scope not in SCOPES:
-            raise ValueError(f"scope must be 'model' or 'regions', got {scope!r}.")
-        if mode != "auto" and backend != "inductor":
+        if check_one_of("mode", mode, MODES) != "auto" and backend != "inductor":
             raise ValueError(
                 f"mode={mode!r} is for backend='inductor', got backend={backend!r}. Leave mode "
                 "at 'auto'."
             )
-        self.mode, self.scope = mode, scope
-        self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
+        self.mode = mode
+        self.scope = check_one_of("scope", scope, SCOPES)
+        self.dynamic = dynamic
+        self.fullgraph = fullgraph
+        self.backend = backend
         self.measure = measure
         self.regions: list[Region] = []
         self._comparison: Comparison | None = None
@@ -154,12 +149,7 @@ class CompileModel(RunCallback):
                 "itself: see 'compile' in DeepSpeed's config."
             )
         if isinstance(self.backend, str):
-            known = torch.compiler.list_backends(exclude_tags=())
-            if self.backend not in known:
-                raise ValueError(
-                    f"backend must be one of {', '.join(known)} or a function, "
-                    f"got {self.backend!r}."
-                )
+            check_one_of("backend", self.backend, torch.compiler.list_backends(exclude_tags=()))
         check_compatible(trainer, pl_module)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
@@ -205,20 +195,6 @@ class CompileModel(RunCallback):
         if self.measure and not all_failed and trainer.state.fn == "fit":
             self._comparison = Comparison(self.regions, device)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Undo everything, and add a note to errors of compiled backward passes."""
-        if self._stack is not None and comes_from_compiled_backward(exception):
-            add_note = getattr(exception, "add_note", None)  # since Python 3.11
-            if add_note is not None and not is_out_of_memory(exception):
-                add_note(
-                    "CompileModel: this error comes from a compiled backward pass, where the step "
-                    "cannot be rolled back. Remove CompileModel to see whether the model itself "
-                    "raises it."
-                )
-        super().on_exception(trainer, pl_module, exception)
-
     def release(self, trainer: pl.Trainer) -> None:
         """Restore ``forward`` of the modules."""
         if self._stack is not None:
@@ -231,7 +207,7 @@ class CompileModel(RunCallback):
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock of the step, if compiling is measured."""
         self.on_validation_batch_start()
-        if self._comparison is not None and not self._comparison.result:
+        if self._comparison is not None:
             self._comparison.start_step()
 
     def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -250,7 +226,7 @@ class CompileModel(RunCallback):
         batch_idx: int,
     ) -> None:
         """Log the values that changed."""
-        if self._comparison is not None and not self._comparison.result:
+        if self._comparison is not None:
             self._comparison.end_step(trainer)
         scalars = self._scalars()
         if scalars != self._logged:

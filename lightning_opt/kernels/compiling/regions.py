@@ -29,8 +29,6 @@ EAGER = "eager"
 MAX_SHAPES = 1000
 # Python modules of compilers' exception classes.
 COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.")
-# Paths of compilers and of the code that runs compiled graphs.
-COMPILER_PATHS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
 # Maximum number of characters of a reason.
 MAX_REASON = 300
 
@@ -321,15 +319,3 @@ def reason(error: BaseException) -> str:
     text = text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
     name = type(shown).__name__
     return text if text.startswith(name) else f"{name}: {text}".rstrip(": ")
-
-
-def comes_from_compiled_backward(error: BaseException) -> bool:
-    """Return whether compiled code, or the compiler, raised ``error`` in a backward pass."""
-    trace, in_backward = error.__traceback__, False
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename.replace("\\", "/")
-        in_backward = in_backward or path.endswith("/torch/autograd/graph.py")
-        if in_backward and any(part in path for part in COMPILER_PATHS):
-            return True
-        trace = trace.tb_next
-    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
@@ -44,19 +45,18 @@ RAMP_OF_UNKNOWN_RUN = 10
 
 
 class Ramp:
-    """The compressors that come before one that sends few elements.
+    """The steps in which Top-K sends more elements than it will later.
 
     Args:
-        final: The last compressor.
+        final: The compressor after the ramp.
         steps: Length of the ramp.
 
     Attributes:
-        stages: The compressors before ``final``, the gentlest first; none unless ``final`` is a
-            :class:`TopK` with a ratio.
+        stages: The compressors before ``final``, the gentlest first; none unless it is Top-K.
 
     Example:
         >>> Ramp(TopK(0.05), 300).stages
-        [TopK(ratio=0.25, k=None), TopK(ratio=0.0625, k=None)]
+        [TopK(ratio=0.25), TopK(ratio=0.0625)]
 
     References:
         Lin, Han, Mao, Wang and Dally (2018), *Deep Gradient Compression: Reducing the Communication
@@ -67,7 +67,7 @@ class Ramp:
         self.final = final
         self.steps = steps
         self.stages: list[Compressor] = []
-        if isinstance(final, TopK) and final.k is None:
+        if isinstance(final, TopK):
             ratio = 1.0 / RAMP_FACTOR
             while ratio > final.ratio:
                 self.stages.append(TopK(ratio))
@@ -84,10 +84,10 @@ def default_ramp_steps(compressor: Compressor, planned: float = math.inf) -> int
     """Return the default length of a ramp.
 
     Args:
-        compressor: The last compressor.
+        compressor: The compressor after the ramp.
         planned: Optimizer steps of the whole run; infinite or below 0 if unknown.
     """
-    if not isinstance(compressor, TopK) or compressor.k is not None:
+    if not isinstance(compressor, TopK):
         return 0
     round_trip = 1.0 / compressor.ratio  # steps after which every element could be sent once
     if not 0 <= planned < math.inf:
@@ -105,6 +105,7 @@ class AutoChoice:
         first_trial: Backward pass (the first is 0) of the first trial. The ``TIMED_STEPS``
             uncompressed steps before it are timed as well.
         ramp: Precedes its last compressor, if that compressor is chosen.
+        device: Device of the gradients. Until the choice, each timed step waits for it.
 
     Attributes:
         schemes: See above.
@@ -112,10 +113,13 @@ class AutoChoice:
         ramped: Number of steps sent by the ramp.
     """
 
-    def __init__(self, schemes: Sequence[Scheme], first_trial: int, ramp: Ramp) -> None:
+    def __init__(
+        self, schemes: Sequence[Scheme], first_trial: int, ramp: Ramp, device: torch.device
+    ) -> None:
         self.schemes = list(schemes)
         self._first_trial = first_trial
         self._ramp = ramp
+        self._device = device
         self.restore(None, 0)
 
     def restore(self, name: str | None, ramped: int) -> None:
@@ -130,7 +134,7 @@ class AutoChoice:
         self.ramped = ramped
         self._backward_pass = -1
         self._step_start = 0.0
-        self._times: list[list[float]] = []  # of the current and earlier trials
+        self._seconds: dict[int, list[float]] = defaultdict(list)  # of the steps of each trial
         self._medians: list[float] = []
         if self.choice is not None:
             rank_zero_info(f"Compressed DDP: the checkpoint's choice is kept: {name}.")
@@ -139,49 +143,44 @@ class AutoChoice:
     def name(self) -> str | None:
         return None if self.choice is None else name_of(self.schemes[self.choice])
 
-    def begin_step(self, device: torch.device) -> Scheme:
-        """Return how to send the buckets of a step. Called at its first bucket.
-
-        Args:
-            device: The gradients' device. Until the choice, each timed step waits for it.
-        """
+    def begin_step(self) -> Scheme:
+        """Return how to send the buckets of a step. Called at its first bucket."""
         if self.choice is None:
-            return self._next_trial_scheme(device)
+            trial = self._begin_trial_step()
+            if trial < len(self.schemes):
+                return self.schemes[trial]
+            self._choose()
+        assert self.choice is not None
         scheme = self.schemes[self.choice]
         if scheme is self._ramp.final:
             scheme = self._ramp.at(self.ramped)
             self.ramped += 1
         return scheme
 
-    def _next_trial_scheme(self, device: torch.device) -> Scheme:
-        """Time the previous step, and return the scheme of this one."""
-        trial, step = self._trial_and_step(self._backward_pass)
+    def _begin_trial_step(self) -> int:
+        """Record the seconds of the previous step, and return the trial of this one."""
+        trial, step = self._trial_and_step()
         if step >= UNTIMED_STEPS - 1:
-            wait_for(device)
+            wait_for(self._device)
         now = time.perf_counter()
         if step >= UNTIMED_STEPS:
-            while len(self._times) <= trial:
-                self._times.append([])
-            self._times[trial].append(now - self._step_start)
+            self._seconds[trial].append(now - self._step_start)
         self._backward_pass += 1
         self._step_start = now
-        trial, _ = self._trial_and_step(self._backward_pass)
-        if trial < len(self.schemes):
-            return self.schemes[trial]
-        self._choose(device)
-        return self.begin_step(device)
+        return self._trial_and_step()[0]
 
-    def _trial_and_step(self, number: int) -> tuple[int, int]:
-        """Return the trial of a backward pass, and its step within the trial.
+    def _trial_and_step(self) -> tuple[int, int]:
+        """Return the trial of this backward pass, and the step within the trial.
 
         Trial 0 is uncompressed and ends at ``first_trial``; its earlier steps are not timed.
         """
         length = UNTIMED_STEPS + TIMED_STEPS
-        trial, step = divmod(number - self._first_trial + length, length)
+        trial, step = divmod(self._backward_pass - self._first_trial + length, length)
         return max(trial, 0), (step if trial >= 0 else 0)
 
-    def _choose(self, device: torch.device) -> None:
-        self._medians = largest_over_ranks([median(times) for times in self._times], device)
+    def _choose(self) -> None:
+        medians = [median(seconds) for seconds in self._seconds.values()]
+        self._medians = largest_over_ranks(medians, self._device)
         margins = [
             MIN_SAVING_LATE if isinstance(scheme, Compressor) and scheme.late else MIN_SAVING
             for scheme in self.schemes

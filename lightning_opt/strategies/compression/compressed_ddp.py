@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -93,8 +93,8 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     Raises:
         ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps,
             PowerSGD with a ``bucket_cap_mb``, or another communication hook; in ``setup`` for
-            LBFGS, sharded parameters, an unsuitable backend, or if a callback or a
-            ``configure_gradient_clipping`` clips reduced gradients with Top-K or Threshold.
+            LBFGS, sharded parameters, or if a callback or a ``configure_gradient_clipping`` clips
+            reduced gradients with Top-K or Threshold.
 
     Example:
         >>> import lightning as L
@@ -148,6 +148,9 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         step -= self.warmup_steps
         return None if step < 0 else self._ramp.at(step)
 
+    def _scheme_at(self, step: int) -> Scheme:
+        return self.compressor_at(step) if self._auto is None else self._auto.begin_step()
+
     def on_train_start(self) -> None:
         """Set the length of the ramp, now that the length of the run is known."""
         super().on_train_start()
@@ -160,43 +163,26 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         """Return the step times and the choice of ``"auto"``; None before the choice."""
         return None if self._auto is None else self._auto.report()
 
-    def setup_environment(self) -> None:
-        """Check the backend, then connect the processes."""
-        backend = self.process_group_backend or "gloo"  # for CPUs
-        if self.root_device.type == "cpu" and (
-            "gloo" not in backend or not dist.is_gloo_available()
-        ):
-            raise ValueError(
-                f"Compressed DDP on CPUs needs the process group backend 'gloo', got {backend!r}. "
-                "Leave process_group_backend out, with a torch that was built with gloo."
-            )
-        super().setup_environment()
-
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; gloo takes them as well.
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         self.raise_if_sharded()
-        module = self._module
-        if isinstance(self.compressor, TopK):
-            # Raises now for a k above the model, and at the first compressed step above a bucket.
-            self.compressor.capacity(sum(parameter.numel() for parameter in module.parameters()))
         self._auto = None
         if self.world_size == 1:
             return  # nothing to exchange
         schemes: list[Scheme] = [self.compressor]
         if self.chooses:
             schemes = [None, torch.bfloat16, Quantize(bits=8), Quantize(bits=4), self.compressor]
-            self._auto = AutoChoice(schemes, self._first_trial, self._ramp)
+            self._auto = AutoChoice(schemes, self._first_trial, self._ramp, self.root_device)
         self._reduction = CompressedReduction(
-            {parameter: name for name, parameter in module.named_parameters()},
+            {parameter: name for name, parameter in self._module.named_parameters()},
             schemes,
-            self.compressor_at,
+            self._scheme_at,
             error_feedback=self.error_feedback,
             loss_scale=self._loss_scale,
             clip=self._clip,
             may_skip=model.find_unused_parameters and not model.static_graph,
-            auto=self._auto,
         )
         self._undo.callback(self._reduction.close)
         model.register_comm_hook(self._reduction, reduce_bucket)
@@ -230,7 +216,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             )
         if self._reduction is not None:
             if self._resumed is not None:
-                self._reduction.load_state_dict(self._resumed)
+                self._load_state(self._resumed)
             for optimizer in self.optimizers:
                 self._undo.callback(optimizer.register_step_post_hook(self._after_update).remove)
         self._resumed = None
@@ -269,13 +255,22 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
 
     def state_to_save(self) -> dict[str, Any] | None:
         """Return the residuals and the choice."""
-        return None if self._reduction is None else self._reduction.state_dict()
+        if self._reduction is None:
+            return None
+        name, ramped = (None, 0) if self._auto is None else (self._auto.name, self._auto.ramped)
+        return {**self._reduction.state_dict(), "choice": name, "ramped": ramped}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        assert self._reduction is not None
+        self._reduction.load_state_dict(state)
+        if self._auto is not None:
+            self._auto.restore(state.get("choice"), state.get("ramped", 0))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint with its residuals: now, or when the model is wrapped."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         if self._reduction is not None:  # within a run, as a learning-rate finder does
-            self._reduction.load_state_dict(self._resumed or {})
+            self._load_state(self._resumed or {})
             self._resumed = None
         return checkpoint
 

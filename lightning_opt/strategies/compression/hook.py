@@ -23,7 +23,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from lightning_opt.strategies.compression.buckets import Bucket, Buckets
-from lightning_opt.strategies.compression.choice import AutoChoice, Scheme
+from lightning_opt.strategies.compression.choice import Scheme
 from lightning_opt.strategies.compression.exchange import (
     Exchange,
     GatherExchange,
@@ -104,14 +104,14 @@ class CompressedReduction:
     Args:
         names: The name of each parameter of the wrapped module.
         schemes: All schemes that may be used.
-        scheme_at: Returns the scheme of a step (the first is 0), the same on every rank.
+        scheme_at: Returns the scheme of a step (the first is 0), the same on every rank. Called
+            once per step.
         error_feedback: Add the unsent rest to the next step's gradient.
         loss_scale: Returns the present loss scale of the gradients.
         clip: Clips a rank's gradient with this loss scale before it is added to the residual; for
             compressors that are ``late``.
         may_skip: Whether a step may leave parameters without a gradient
             (``find_unused_parameters``).
-        auto: Chooses the scheme of a step, instead of ``scheme_at``.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class CompressedReduction:
         loss_scale: Callable[[], Tensor],
         clip: Callable[[Tensor, Tensor], None],
         may_skip: bool = False,
-        auto: AutoChoice | None = None,
     ) -> None:
         self.buckets = Buckets()
         self.traffic = Traffic()
@@ -135,7 +134,6 @@ class CompressedReduction:
         self._loss_scale = loss_scale
         self._clip = clip
         self._may_skip = may_skip
-        self._auto = auto
         self._world = dist.get_world_size()
         # Learned thresholds of a checkpoint, by the name of the bucket's first parameter.
         self._bounds: dict[str, float] = {}
@@ -163,7 +161,7 @@ class CompressedReduction:
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         gradient = bucket.buffer()
         if bucket.index() == 0:
-            self._begin_step(gradient.device)
+            self._begin_step()
         scheme = self._scheme
         if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
             return all_reduce_mean(gradient)
@@ -204,16 +202,13 @@ class CompressedReduction:
         self._launched.append(state)
         return state
 
-    def _begin_step(self, device: torch.device) -> None:
+    def _begin_step(self) -> None:
         self.commit()
         self.step += 1
         self.traffic.steps += 1
         self.traffic.spans.clear()
         self._sent_as.clear()
-        if self._auto is None:
-            self._scheme = self._scheme_at(self.step)
-        else:
-            self._scheme = self._auto.begin_step(device)
+        self._scheme = self._scheme_at(self.step)
         self._scale = self._loss_scale()
         if not isinstance(self._scheme, Compressor) and not self.buckets.may_be_nonzero:
             self.reset()  # frees buffers of the gradients' size
@@ -260,13 +255,7 @@ class CompressedReduction:
         for names, state in self.buckets.current.items():
             if isinstance(state.exchange, GatherExchange) and state.exchange.bound is not None:
                 bounds[names[0]] = float(state.exchange.bound)
-        return {
-            "step": self.step,
-            "residuals": self.buckets.averaged(),
-            "bounds": bounds,
-            "choice": None if self._auto is None else self._auto.name,
-            "ramped": 0 if self._auto is None else self._auto.ramped,
-        }
+        return {"step": self.step, "residuals": self.buckets.averaged(), "bounds": bounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`, at any number of ranks; reset if it is empty."""
@@ -275,8 +264,6 @@ class CompressedReduction:
         if self._error_feedback:
             self.buckets.load(state_dict.get("residuals", {}))
         self._bounds = dict(state_dict.get("bounds", {}))
-        if self._auto is not None:
-            self._auto.restore(state_dict.get("choice"), state_dict.get("ramped", 0))
 
     def reset(self) -> None:
         self._launched = []

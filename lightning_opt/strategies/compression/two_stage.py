@@ -51,15 +51,6 @@ def uses_two_stages(scheme: object, numel: float = math.inf) -> bool:
     )
 
 
-def shard_compressor(compressor: Compressor, numel: int) -> tuple[Compressor, int]:
-    """Return the compressor of a shard of a bucket, and a divisor of the shard's length."""
-    if isinstance(compressor, Quantize):
-        return compressor, compressor.block
-    if isinstance(compressor, TopK) and compressor.k is not None:
-        return TopK(compressor.capacity(numel) / numel), 1
-    return compressor, 1
-
-
 class Piece:
     """A piece of every shard of a bucket; pieces are exchanged one after the other.
 
@@ -152,8 +143,8 @@ class TwoStageExchange(Exchange):
         super().__init__(residual)
         self._worker = worker
         numel = residual.committed.numel()
-        compressor, block = shard_compressor(compressor, numel)
         # Shards end at the end of a block; the last shards of a small bucket may be empty.
+        block = compressor.block if isinstance(compressor, Quantize) else 1
         size = -(-numel // (self._world * block)) * block
         step = piece_size(compressor, size, residual.committed.device, self._world)
         self._pieces = []

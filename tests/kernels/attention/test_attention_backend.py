@@ -303,8 +303,6 @@ def test_invalid_settings_raise():
         lo.AttentionBackend(("xformers", "math"))
     with pytest.raises(ValueError, match="watch_batches must be"):
         lo.AttentionBackend(watch_batches=-1)
-    with pytest.raises(ValueError, match="more than one AttentionBackend"):
-        fit(Net(), lo.AttentionBackend(), lo.AttentionBackend())
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Successful compilation: identical training, shared graphs, and complete undo."""
 
-import inspect
-import pickle
 from typing import Any
 
 import pytest
@@ -131,50 +129,6 @@ def test_compilation_is_logged_and_the_clock_stops() -> None:
     counted = CLOCK.compilations
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     assert CLOCK.compilations == counted  # the clock is stopped
-
-
-class Generating(Net):
-    """Inspects the signature of its ``forward``, like text generation."""
-
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return super().forward(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.parameter_names = list(inspect.signature(self.forward).parameters)
-        pickle.dumps(inspect.signature(self.forward))
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_replaced_forward_keeps_its_signature(checkpointing: bool) -> None:
-    others = [ActivationCheckpointing("every_layer")] if checkpointing else []
-    for callbacks in (others, [CompileModel(backend="eager"), *others]):
-        model = Generating()
-        quiet_trainer(callbacks=callbacks, max_steps=1, limit_val_batches=0).fit(model)
-        assert model.parameter_names == ["x", "attention_mask"]
-
-
-def test_compiler_settings_are_restored() -> None:
-    import torch._dynamo.config as dynamo_config
-    import torch._functorch.config as functorch_config
-
-    def settings() -> Any:
-        return (
-            dynamo_config.optimize_ddp,
-            getattr(functorch_config, "force_non_lazy_backward_lowering", None),
-        )
-
-    before = settings()
-    seen = []
-
-    class Recording(CompileModel):
-        def on_train_batch_end(self, *args: Any) -> None:
-            super().on_train_batch_end(*args)
-            seen.append(settings())
-
-    train(Recording(backend="eager"))
-    assert settings() == before
-    assert seen[0][1] is not False
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -12,7 +12,6 @@ from tests.helpers.processes import launch
 from tests.kernels.compiling.runs import (
     Net,
     assert_same,
-    breaks_in_backward,
     fails,
     fails_in_backward,
     messages_of,
@@ -110,14 +109,3 @@ def test_fsdp2_is_identical_with_and_without_failures() -> None:
         assert (row["modules"], row["graphs"], row["graph breaks"]) == (2, 2, 0)
         assert whole[0] == 0, whole[1]
         assert failing[0] == 1
-
-
-def raises_in_backward() -> str:
-    with pytest.raises(RuntimeError, match="planted in compiled code") as caught:
-        train(CompileModel(backend=breaks_in_backward), model=Split(), **ddp())
-    return " ".join(getattr(caught.value, "__notes__", []))
-
-
-def test_error_of_a_compiled_backward_pass_is_raised_on_every_rank() -> None:
-    for notes in launch(raises_in_backward):
-        assert "CompileModel" in notes

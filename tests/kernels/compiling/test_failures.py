@@ -62,11 +62,10 @@ def test_failed_compilation_falls_back_to_uncompiled_code(scope: str, backend: A
     assert "planted in the compiler" in str(callback.report())
 
 
-def test_error_of_a_compiled_backward_pass_is_raised_with_a_note() -> None:
+def test_error_of_a_compiled_backward_pass_is_raised() -> None:
     model = Net()
-    with pytest.raises(RuntimeError, match="planted in compiled code") as caught:
+    with pytest.raises(RuntimeError, match="planted in compiled code"):
         train(CompileModel(backend=breaks_in_backward), model=model, **SHORT)
-    assert "CompileModel" in " ".join(getattr(caught.value, "__notes__", []))
     for module in model.modules():
         assert "forward" not in vars(module)
 
@@ -138,6 +137,11 @@ class Linear(Net):
         super().__init__()
         for block in self.blocks:
             block.norm = nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.calls = 0  # MicroBatching warns of state that advances with each call
+        return loss
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[0].dropout(self.stem(x)))

@@ -287,11 +287,6 @@ def test_manual_optimization_with_two_optimizers():
     assert_same_weights(model, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_second_fused_optimizer_raises():
-    with pytest.raises(ValueError, match="FusedOptimizer"):
-        fit(Net(), lo.FusedOptimizer(), lo.FusedOptimizer())
-
-
 # --- loss scaler --------------------------------------------------------------------------------
 
 MAX_NORM = 0.5

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import seed_everything
 from lightning.pytorch import Callback
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.kernels.runtime import process_settings as settings
-from tests.helpers.models import SmallNet, weights_of
+from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -164,40 +162,6 @@ def test_none_changes_nothing():
 # --- deterministic ------------------------------------------------------------------------------
 
 
-class Scattered(SmallNet):
-    """Scatters gradients, in a random order with two threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(50))
-        self.register_buffer("places", torch.randint(0, 50, (200_000,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + (self.table[self.places] * self.noise).sum() / 1000
-
-    @property
-    def noise(self) -> Tensor:
-        return torch.randn(self.places.shape)
-
-
-def train_scattered() -> dict[str, Tensor]:
-    seed_everything(3, verbose=False)
-    model = Scattered()
-    runtime = lo.Runtime(deterministic=True, threads=2)
-    quiet_trainer(callbacks=[runtime], limit_val_batches=0).fit(model)
-    return weights_of(model)
-
-
-def train_twice() -> list[dict[str, Tensor]]:
-    return [train_scattered(), train_scattered()]
-
-
-def test_deterministic_runs_are_bit_identical():
-    first, second = launch(train_twice, processes=1)[0]
-    assert not torch.equal(first["table"], torch.zeros(50))
-    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
-
-
 @pytest.mark.parametrize("workspace", [None, ":16:8", ":0:0"])
 @pytest.mark.parametrize("mode", ["default", "warn"])
 def test_deterministic_mode_and_cublas_workspace_are_restored(workspace, mode, monkeypatch):
@@ -230,13 +194,6 @@ def test_missing_cpu_warns_and_training_continues():
     assert set(map(frozenset, after["affinity"].values())) == {
         frozenset(cpus) for cpus in before["affinity"].values()
     }
-
-
-@linux
-def test_partly_missing_cpus_count_as_failure():
-    outcome = settings.set_affinity([*allowed_cpus(), 100_000])
-    assert not outcome.done
-    assert outcome.failed
 
 
 def test_split_gives_equal_shares():
@@ -428,11 +385,6 @@ def test_conflict_with_torchs_newer_precision_api_is_reported(monkeypatch):
 def test_invalid_arguments_raise_in_init(asked, named):
     with pytest.raises(ValueError, match=named):
         lo.Runtime(**asked)
-
-
-def test_second_runtime_raises():
-    with pytest.raises(ValueError, match="more than one Runtime"):
-        quiet_trainer(callbacks=[lo.Runtime(), lo.Runtime()]).fit(SmallNet())
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -75,7 +74,7 @@ def _balance_in_two_stages(steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_stage, "MIN_SPARSE_SHARD", 100)
         patch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
-        for compressor in (TopK(0.05), TopK(k=40), TopK(0.01)):
+        for compressor in (TopK(0.05), TopK(0.01)):
             strategy, model = (
                 compressed(compressor, ramp_steps=15, every_n_steps=steps // 2),
                 Ledger(),
@@ -138,31 +137,6 @@ def test_overflow_skips_the_step_on_all_ranks_and_keeps_residuals(
     bucket_cap_mb, compressor, processes
 ):
     launch(_planted_infinity, bucket_cap_mb, compressor, processes=processes)
-
-
-class GradientsAt(Callback):
-    """Records whether each gradient is finite before the optimizer step."""
-
-    def __init__(self) -> None:
-        self.finite: list[list[bool]] = []
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.finite.append([bool(p.grad.isfinite().all()) for p in pl_module.parameters()])
-        for parameter in pl_module.parameters():
-            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
-
-
-def _flag() -> list[list[bool]]:
-    seen = GradientsAt()
-    model = Ledger(bad=(12, 1, 3))
-    fit(model, compressed(bucket_cap_mb=25), range(20), callbacks=[seen])
-    assert same_on_all_ranks(model)
-    return seen.finite
-
-
-def test_non_finite_gradient_is_non_finite_on_all_ranks():
-    for finite in launch(_flag):
-        assert [all(step) for step in finite] == [step != 12 for step in range(20)]
 
 
 # --- resume -------------------------------------------------------------------------------------
@@ -340,10 +314,10 @@ def _lose_a_rank(compressor: str) -> None:
     fit(Ledger(die_at=12), compressed(compressor), range(1000))
 
 
-@pytest.mark.parametrize(("compressor", "processes"), [("topk", 2), ("int8", 3)])
-def test_lost_rank_ends_the_others(compressor, processes):
+@pytest.mark.parametrize("compressor", ["topk", "auto"])  # "auto" is in its first trial
+def test_lost_rank_ends_the_others(compressor):
     with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
-        launch(_lose_a_rank, compressor, timeout=240, processes=processes)
+        launch(_lose_a_rank, compressor, timeout=240)
 
 
 # --- torch's hooks ------------------------------------------------------------------------------

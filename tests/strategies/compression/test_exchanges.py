@@ -15,24 +15,9 @@ from lightning_opt.strategies.compression import exchange as exchange_module
 from lightning_opt.strategies.compression import two_stage
 from lightning_opt.strategies.compression.exchange import Exchange, GatherExchange, Residual
 from lightning_opt.strategies.compression.two_stage import TwoStageExchange
-from lightning_opt.strategies.compressors import Quantize, TopK
+from lightning_opt.strategies.compressors import Quantize
 from tests.helpers.processes import launch
-from tests.strategies.runs import (
-    KeptResiduals,
-    Ledger,
-    assert_nothing_is_lost,
-    dist_world,
-    expected,
-    fit,
-)
-
-NUMEL = 4000
-
-
-def _init_process_group() -> tuple[int, int]:
-    rank, world = int(os.environ["RANK"]), dist_world()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    return rank, world
+from tests.strategies.runs import KeptResiduals, Ledger, dist_world, fit
 
 
 def _average(exchange: Exchange, gradient: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -40,44 +25,6 @@ def _average(exchange: Exchange, gradient: torch.Tensor, scale: float = 1.0) -> 
     residual = exchange.residual
     torch.add(residual.committed, gradient, alpha=1.0 / scale, out=residual.pending)
     return exchange.start(gradient.clone(), scale).wait()
-
-
-def _infinity_in(compressor: Any, place: int) -> None:
-    """An infinity in any shard discards the whole step, earlier shards too."""
-    rank, world = _init_process_group()
-    with ThreadPoolExecutor(1) as worker:
-        generator = torch.Generator().manual_seed(rank)
-        before = torch.randn(NUMEL, generator=generator)
-        residual = Residual(before.clone())
-        exchange = TwoStageExchange(compressor, residual, dist.group.WORLD, worker)
-        gradient = torch.randn(NUMEL, generator=generator) * 10
-        if rank == 1:
-            gradient[place] = torch.inf
-        mean = _average(exchange, gradient)
-        assert exchange.non_finite
-        assert mean.isnan().all()
-        assert torch.equal(residual.committed, before)
-
-        # The next step is finite: the mean and the residuals add up to the gradients.
-        gradient[place] = 0.0
-        mean = _average(exchange, gradient)
-        assert not exchange.non_finite
-        exchange.commit(exchange.non_finite)
-        exchange.fold()
-        total = before + gradient
-        dist.all_reduce(total)
-        left = residual.committed.clone()
-        dist.all_reduce(left)
-        torch.testing.assert_close(mean * world + left, total, rtol=0, atol=1e-3)
-        assert mean.abs().max() > 1
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("compressor", "place"), [(Quantize(8, block=128), NUMEL - 1), (TopK(0.1), 2000)]
-)
-def test_infinity_in_a_later_shard_leaves_no_trace(compressor, place):
-    launch(_infinity_in, compressor, place, processes=3)
 
 
 def _make(compressor: Any, residual: Residual, worker: ThreadPoolExecutor) -> Exchange:
@@ -136,7 +83,7 @@ def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -
 
 
 def _every_size() -> None:
-    _init_process_group()
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=dist_world())
     with ThreadPoolExecutor(1) as worker:
         for bits in (8, 4):
             for numel in (0, 1, 33, 34, 35, 3 * 34, 3 * 34 + 1, 500, 34 * 12, 34 * 12 + 5, 2000):
@@ -155,20 +102,6 @@ def _small_pieces() -> Iterator[None]:
         patch.setattr(exchange_module, "PIECE_SIZE", 340)
         patch.setattr(exchange_module, "MIN_PIECE_SIZE", 136)
         yield
-
-
-def _train_in_pieces() -> None:
-    strategy = KeptResiduals(Quantize(4, block=34), warmup_steps=3)
-    model = Ledger()
-    with _small_pieces():
-        fit(model, strategy, range(20))
-    assert_nothing_is_lost(model, strategy, expected(range(20), dist_world(), model))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("processes", [2, 3])
-def test_training_in_pieces_loses_nothing(processes):
-    launch(_train_in_pieces, processes=processes)
 
 
 def _lose_a_rank_between_pieces() -> None:

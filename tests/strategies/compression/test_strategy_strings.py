@@ -1,7 +1,6 @@
 """Strategy strings, arguments, errors before training, and Lightning's launchers."""
 
 import os
-import pickle
 import subprocess
 import sys
 import warnings
@@ -15,13 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
-from lightning_opt.strategies.compressors import (
-    Compressor,
-    PowerSGD,
-    Quantize,
-    Threshold,
-    TopK,
-)
+from lightning_opt.strategies.compressors import PowerSGD, Quantize, Threshold, TopK
 from lightning_opt.strategies.diloco.diloco_strategy import DiLoCoStrategy
 from lightning_opt.strategies.strategy_strings import (
     START_METHODS,
@@ -31,7 +24,7 @@ from lightning_opt.strategies.strategy_strings import (
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
-from tests.strategies.runs import Ledger, fit
+from tests.strategies.runs import fit
 
 NAMES = {
     "ddp_topk": TopK,
@@ -60,12 +53,6 @@ def test_string_creates_the_strategy(name, suffix):
         assert name.endswith(str(strategy.compressor.bits))
 
 
-def test_registering_again_changes_nothing():
-    before = dict(StrategyRegistry)
-    register_strategies(StrategyRegistry)
-    assert dict(StrategyRegistry) == before
-
-
 def test_existing_string_is_not_replaced():
     ours = StrategyRegistry["ddp_topk"]  # not by monkeypatch, which calls its `get`
     StrategyRegistry["ddp_topk"] = "theirs"
@@ -74,12 +61,6 @@ def test_existing_string_is_not_replaced():
         assert StrategyRegistry["ddp_topk"] == "theirs"
     finally:
         StrategyRegistry["ddp_topk"] = ours
-
-
-def test_strategy_can_be_pickled():
-    strategy = pickle.loads(pickle.dumps(CompressedDDPStrategy(Threshold(0.5), static_graph=True)))
-    assert repr(strategy.compressor) == repr(Threshold(0.5))
-    assert strategy._ddp_kwargs == {"static_graph": True}
 
 
 @pytest.mark.parametrize(
@@ -161,12 +142,6 @@ def test_ramp_has_stages(settings, ratios):
     assert strategy.compressor_at(10) is strategy.compressor_at(10)
 
 
-def test_cpus_need_gloo():
-    trainer = quiet_trainer(strategy=CompressedDDPStrategy(process_group_backend="mpi"), devices=2)
-    with pytest.raises(ValueError, match="needs the process group backend 'gloo', got 'mpi'"):
-        trainer.strategy.setup_environment()
-
-
 def test_unknown_hook_raises():
     with pytest.raises(ValueError, match="hook must be"):
         HookedDDPStrategy("fp8")
@@ -175,8 +150,6 @@ def test_unknown_hook_raises():
 def _errors() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         fit(SmallNet(optimizer="LBFGS"), "ddp_topk")
-    with pytest.raises(ValueError, match="k=9999"):
-        fit(Ledger(), CompressedDDPStrategy(TopK(k=9999)), range(20))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(SmallNet(optimizer="Adam"), CompressedDDPStrategy(ratio=0.001), max_steps=2)
@@ -242,10 +215,3 @@ def test_lightnings_launchers_start_the_strategy(tmp_path, name):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0 is fine" in done.stdout
     assert "rank 1 is fine" in done.stdout
-
-
-def test_every_compressor_is_exported():
-    import lightning_opt as lo
-
-    for cls in Compressor.__subclasses__():
-        assert getattr(lo, cls.__name__) is cls

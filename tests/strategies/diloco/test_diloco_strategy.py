@@ -21,6 +21,8 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 22
 
+WINDOW: dict[str, Any] = {"sync_every": 4, "outer_lr": 0.7, "outer_momentum": 0.8}
+
 
 class Net(SmallNet):
     """A small net of several parameters that trains for ``STEPS`` batches."""
@@ -97,15 +99,14 @@ def _like_the_simulation(settings: dict[str, Any], names: Any, nan_at: Any) -> N
 
 def _references() -> None:
     _like_ddp()
-    outer = {"outer_lr": 0.7, "outer_momentum": 0.8}
-    _like_the_simulation({"sync_every": 4, **outer}, None, None)
+    _like_the_simulation(WINDOW, None, None)
     _like_the_simulation({"sync_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}, None, None)
-    streaming = {"sync_every": 6, "fragments": 3, **outer}
+    streaming = {**WINDOW, "sync_every": 6, "fragments": 3}
     # Whole parameters, by the third of the 111 elements in which their middle lies.
     cuts = [NAMES[:1], NAMES[1:3], NAMES[3:]]
     _like_the_simulation({**streaming, "delay": 0}, cuts, None)
     _like_the_simulation({**streaming, "delay": 3}, cuts, None)
-    _like_the_simulation({"sync_every": 4, **outer}, None, (9, 1))
+    _like_the_simulation(WINDOW, None, (9, 1))
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -115,14 +116,7 @@ def test_training_equals_ddp_and_the_published_algorithm(processes):
 
 # --- the same on all ranks ---------------------------------------------------------------------
 
-STREAMING: dict[str, Any] = {
-    "sync_every": 6,
-    "fragments": 3,
-    "delay": 3,
-    "compression": "int4",
-    "outer_lr": 0.7,
-    "outer_momentum": 0.8,
-}
+STREAMING = {**WINDOW, "sync_every": 6, "fragments": 3, "delay": 3, "compression": "int4"}
 
 
 class SaveAt(Callback):
@@ -279,7 +273,7 @@ def _by_hand() -> None:
     model = ByHand()
     fit(
         model,
-        lo.DiLoCoStrategy(4, outer_lr=0.7, outer_momentum=0.8, compression="float32"),
+        lo.DiLoCoStrategy(**WINDOW, compression="float32"),
         precision="64-true",
     )
     reference = Net()
@@ -295,9 +289,7 @@ def _by_hand() -> None:
         sgd,
         replicas=2,
         steps=2 * STEPS,
-        sync_every=4,
-        outer_lr=0.7,
-        outer_momentum=0.8,
+        **WINDOW,
     )
     assert_close(weights_of(model), expected, atol=1e-12)
 
@@ -307,7 +299,7 @@ def _in_windows() -> None:
     model = Net()
     fit(
         model,
-        lo.DiLoCoStrategy(4, outer_lr=0.7, outer_momentum=0.8, compression="float32"),
+        lo.DiLoCoStrategy(**WINDOW, compression="float32"),
         precision="64-true",
         accumulate_grad_batches=2,
     )
@@ -321,9 +313,7 @@ def _in_windows() -> None:
         adamw,
         replicas=2,
         steps=STEPS // 2,
-        sync_every=4,
-        outer_lr=0.7,
-        outer_momentum=0.8,
+        **WINDOW,
     )
     assert_close(weights_of(model), expected, atol=1e-12)
 
@@ -362,9 +352,7 @@ def _nodes() -> None:
         model, states = Net(), SameState()
         fit(
             model,
-            lo.DiLoCoStrategy(
-                4, outer_lr=0.7, outer_momentum=0.8, compression="float32", delay=delay
-            ),
+            lo.DiLoCoStrategy(**WINDOW, delay=delay, compression="float32"),
             precision="64-true",
             num_nodes=2,
             callbacks=[states],
@@ -390,9 +378,7 @@ def _nodes() -> None:
             adamw,
             replicas=2,
             steps=STEPS,
-            sync_every=4,
-            outer_lr=0.7,
-            outer_momentum=0.8,
+            **WINDOW,
             delay=delay,
         )
         assert_close(weights_of(model), expected, atol=1e-10)
@@ -488,6 +474,30 @@ def _alone() -> None:
 
 def test_single_process_trains_like_ddp():
     launch(_alone, processes=1)
+
+
+class Stops(Callback):
+    """Ends rank 1 in the middle of a window, with a fragment in flight if there is a delay."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 9:
+            if self.how == "dies":
+                os._exit(3)
+            raise ArithmeticError("planted")
+
+
+def _lose_a_replica(how: str, settings: dict[str, Any]) -> None:
+    fit(Net(), lo.DiLoCoStrategy(**settings), callbacks=[Stops(how)])
+
+
+@pytest.mark.parametrize("settings", [WINDOW, STREAMING], ids=["waits", "streams"])
+@pytest.mark.parametrize(("how", "code"), [("dies", 3), ("raises", 1)])
+def test_lost_replica_ends_the_others(how, code, settings):
+    with pytest.raises(AssertionError, match=rf"(?s)rank 0 ended with 1.*rank 1 ended with {code}"):
+        launch(_lose_a_replica, how, settings)
 
 
 class Faults(Callback):
