@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
 
+from lightning_opt.core.measure.timing import take_turns
 from lightning_opt.tuner.baseline import (
     MAX_STEPS_PER_BLOCK,
     Baseline,
@@ -20,17 +20,17 @@ from lightning_opt.tuner.trial import Objective, Switches, Trial
 from lightning_opt.worker.training_process import FitFailed
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 14
-"""Rounds of a trial; one that starts slowly may take more."""
+"""Limits of the number of rounds of a trial. One that starts slowly may take more."""
 
 PRECISE = 0.02
-"""A trial ends when the half-width of its interval is below this share of its ratio."""
+"""A trial ends when half the width of its interval is below this share of the ratio."""
 
 CLEAR = 0.2
-"""A trial also ends when the half-width is below this share of the ratio's distance from 1."""
+"""It also ends when half the width is below this share of the ratio's distance from 1."""
 
 TURN_SECONDS = 0.05
-"""Duration of a turn on a CPU without workers. In equal time, turns of 150 ms have more than twice
-the noise, because the system favours one of two processes for periods shorter than that."""
+"""Duration of a turn on a CPU without loader workers. In equal time, turns of 150 ms have more than
+twice the noise, because the system favours one of two processes for periods shorter than that."""
 
 
 class Trials:
@@ -38,8 +38,8 @@ class Trials:
 
     Args:
         start: Starts the process of a configuration.
-        baseline: The baseline; its process takes turns with those of the trials, if both fit in
-            memory.
+        baseline: The baseline. Its process takes turns with the trial's, if memory suffices for
+            both.
         objective: Scores the trials.
         deadline: The time (``time.monotonic()``) at which trials end.
     """
@@ -52,7 +52,7 @@ class Trials:
         self._one_at_a_time = False
 
     def measure(self, switches: Switches) -> Trial:
-        """Try a configuration beside the baseline; alone if memory does not suffice for both.
+        """Try a configuration beside the baseline, or alone if memory does not suffice for both.
 
         Raises:
             BaselineFailed: If the baseline fails for another reason than memory.
@@ -79,7 +79,7 @@ class Trials:
             run = self._start(switches, "")
             self._time(trial, run)
             trial.losses, trial.peak = run.losses, run.peak
-            self._judge(trial, run)
+            self._set_verdict(trial, run)
         except BaselineFailed:
             raise
         except FitFailed as failure:
@@ -91,18 +91,18 @@ class Trials:
         return trial
 
     def _time(self, trial: Trial, run: Run) -> None:
-        # A trial may start for twice as long as the baseline, even if less of the budget is left.
+        # A start may take twice as long as the baseline's, even if less of the budget is left.
         deadline = max(self.deadline, time.monotonic() + 2 * self.baseline.startup)
         (first,) = run.advance(1, deadline)
         if not self._is_too_slow(trial, run, deadline):
-            # The updates whose gradients are compared precede all timed steps.
+            # Recording gradients takes time, so these updates precede all timed steps.
             run.advance(max(1, COMPARED_UPDATES - len(run.losses)), deadline)
             self._take_turns(trial, run, deadline, first)
             trial.startup = max(0.0, first - (trial.seconds or 0.0))
 
     def _is_too_slow(self, trial: Trial, run: Run, deadline: float) -> bool:
-        """Take some steps, and stop a run that is far slower than the baseline."""
-        # The whole machine may be slow now.
+        """Take some steps; return whether the run is so much slower that its trial can end."""
+        # The whole machine may be slow at the moment, so the baseline takes a turn too.
         turn_seconds = self.baseline.take_turn(self._turn_steps(run))
         reference = max(self.baseline.step_seconds, turn_seconds)
         seconds: list[float] = []
@@ -116,40 +116,36 @@ class Trials:
         return True
 
     def _take_turns(self, trial: Trial, run: Run, deadline: float, startup: float) -> None:
-        """Alternate between the baseline and a run until their ratio is known."""
+        """Alternate between the baseline and a run until the ratio of their times is known."""
         started, steps = time.monotonic(), self._turn_steps(run)
-        turns = range(max(1, self.baseline.steps_per_block // steps))
-        for rounds in itertools.count():
+
+        def take_turn() -> float:
+            # A faster run takes more steps in a turn, because workers deliver batches in bursts.
+            own_steps = min(MAX_STEPS_PER_BLOCK, round(steps / (trial.ratio or 1.0)))
+            return statistics.fmean(run.advance(max(steps, own_steps), deadline))
+
+        timers = {"baseline": lambda: self.baseline.take_turn(steps), "trial": take_turn}
+        turns = max(1, self.baseline.steps_per_block // steps)
+        for rounds, seconds in enumerate(take_turns(timers, turns=turns), start=1):
+            trial.pairs_by_start[0].append((seconds["baseline"], seconds["trial"]))
+            trial.set_times()
             now = time.monotonic()
             # A run that starts slowly is timed for longer, as another start would take as long.
             enough = rounds >= MAX_ROUNDS and now - started > startup / 2
             if rounds >= 2 and (now > self.deadline or enough or _is_decided(trial, rounds)):
                 return
-            # A turn of a faster run has more steps, because workers deliver batches in bursts.
-            own_steps = round(steps / (trial.ratio or 1.0))
-            own_steps = max(steps, min(MAX_STEPS_PER_BLOCK, own_steps))
-            pairs = [
-                (
-                    self.baseline.take_turn(steps),
-                    statistics.fmean(run.advance(own_steps, deadline)),
-                )
-                for _ in turns
-            ]
-            baseline_seconds, seconds = map(statistics.fmean, zip(*pairs, strict=True))
-            trial.pairs_by_start[0].append((baseline_seconds, seconds))
-            trial.set_times()
 
     def _turn_steps(self, run: Run) -> int:
-        """Return the steps of a turn: a whole block where shorter turns are biased.
+        """Return the number of steps in a turn: a whole block where shorter turns are biased.
 
-        The end of a turn synchronizes with a GPU, and workers of loaders pause between turns.
+        The end of a turn synchronizes with a GPU, and the workers of loaders pause between turns.
         """
         block, facts = self.baseline.steps_per_block, run.observations.facts
         if facts.device != "cpu" or facts.workers:
             return block
         return min(block, max(1, round(TURN_SECONDS / self.baseline.step_seconds)))
 
-    def _judge(self, trial: Trial, run: Run) -> None:
+    def _set_verdict(self, trial: Trial, run: Run) -> None:
         reference, limit = self.baseline.peak_after(len(trial.losses)), self.objective.max_slowdown
         trial.peak_ratio = (trial.peak or 0) / reference if reference else None
         if trial.verdict == "too slow":

@@ -304,9 +304,10 @@ def test_turns_are_whole_blocks_on_gpu_and_with_workers(
     assert (world.turns.count(1) >= 10 * rounds) != whole
 
 
-def test_turns_alternate_strictly(tmp_path: Path) -> None:
+def test_turns_alternate_and_rounds_start_with_either(tmp_path: Path) -> None:
     world = world_of(tmp_path, same=Plan(device="cpu"))
     rounds = len(run(world, [("same",)])[("same",)].pairs_by_start[0])
     assert rounds >= 4
     timed = world.turn_switches[-10 * rounds :]
-    assert timed == [(), ("same",)] * (5 * rounds)
+    pair: list[Switches] = [(), ("same",)]
+    assert timed[:20] == pair * 5 + pair[::-1] * 5

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -94,6 +97,28 @@ def rotated(items: Sequence[Item], turn: int) -> list[Item]:
     return [*items[first:], *items[:first]]
 
 
+def take_turns(
+    timers: Mapping[str, Callable[[], float]], *, turns: int = 1, first: int = 0
+) -> Iterator[dict[str, float]]:
+    """Yield the mean seconds of each timer, round by round, in an order that rotates.
+
+    A slow minute of a shared machine then hits all of them alike. Compare them by the ratios within
+    rounds: :func:`~lightning_opt.core.numerics.ratios.median_ratio`, or ``compare_pairs`` for an
+    interval.
+
+    Args:
+        timers: Functions that take one turn and return its seconds, by name. A name that is removed
+            takes no further turns.
+        turns: Number of turns of each timer in a round. They alternate.
+        first: Number of the first round, which determines its order.
+    """
+    for round_number in itertools.count(first):
+        order = rotated(list(timers), round_number)
+        taken = [[timers[name]() for name in order] for _ in range(turns)]
+        means = map(statistics.fmean, zip(*taken, strict=True))
+        yield dict(zip(order, means, strict=True))
+
+
 def time_calls(
     function: Callable[[], object], calls: int = 1, device: torch.device | str = "cpu"
 ) -> float:
@@ -116,11 +141,7 @@ def time_in_turns(
     warmup: int = 2,
     after_round: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Time each candidate once a round, in an order that rotates from round to round.
-
-    A slow minute of a shared machine then hits all candidates alike. Compare them by the ratios
-    within rounds: :func:`~lightning_opt.core.numerics.ratios.median_ratio`, or ``compare_pairs``
-    for an interval.
+    """Time each candidate once a round, in turns as :func:`take_turns` orders them.
 
     Args:
         candidates: Functions without arguments, by name.
@@ -134,12 +155,15 @@ def time_in_turns(
         For each candidate, the seconds of one call in each round.
     """
     counts = calls if isinstance(calls, Mapping) else dict.fromkeys(candidates, calls)
+    timers = {
+        name: partial(time_calls, function, counts[name], device)
+        for name, function in candidates.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_number in range(-warmup, rounds):
-        for name in rotated(list(candidates), round_number):
-            elapsed = time_calls(candidates[name], counts[name], device)
-            if round_number >= 0:
-                seconds[name].append(elapsed)
+    rounds_taken = take_turns(timers, first=-warmup)
+    for round_number, taken in zip(range(-warmup, rounds), rounds_taken, strict=False):
+        for name, elapsed in taken.items() if round_number >= 0 else ():
+            seconds[name].append(elapsed)
         if after_round is not None:
             after_round()
     return seconds

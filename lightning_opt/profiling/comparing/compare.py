@@ -6,10 +6,11 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from lightning_opt.core.arguments import check_at_least, check_between, check_positive, check_share
-from lightning_opt.core.measure.timing import rotated
+from lightning_opt.core.measure.timing import rotated, take_turns
 from lightning_opt.profiling.comparing.result import Comparison, Run, Training
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
@@ -137,26 +138,32 @@ def _train_in_turns(
                 runs[name].summary = dict(process.summary)
                 runs[name].trainings.append(Training(process.steps))
                 paces.append(min(step.seconds for step in process.advance(warmup)))
-        for turn_index, length in enumerate(_turns(steps, rounds, paces)):
-            running = [name for name in settings if name in processes]
-            for name in rotated(running, turn_index + start):
-                run, process = runs[name], processes[name]
-                with _failure_recorded(run, processes):
-                    run.trainings[-1].turns[turn_index] = process.advance(1 + length)[1:]
-                    run.peak = max(run.peak or 0, process.peak_bytes)
-            if turn_index >= 1 and time.monotonic() >= end:
+        lengths = _turns(steps, rounds, paces)
+
+        def take_turn(name: str) -> float:
+            run, process, taken = runs[name], processes[name], []
+            turns = run.trainings[-1].turns
+            with _failure_recorded(run, timers):
+                taken = process.advance(1 + lengths[len(turns)])[1:]
+                turns[len(turns)] = taken
+                run.peak = max(run.peak or 0, process.peak_bytes)
+            return math.fsum(step.seconds for step in taken)
+
+        timers = {name: partial(take_turn, name) for name in settings if name in processes}
+        for rounds_taken, _ in enumerate(take_turns(timers, first=start), start=1):
+            if rounds_taken == rounds or (rounds_taken >= 2 and time.monotonic() >= end):
                 break
         for process in processes.values():
             process.ask_to_end()  # all at once; the stack then waits for each
 
 
 @contextlib.contextmanager
-def _failure_recorded(run: Run, processes: dict[str, TrainingProcess]) -> Iterator[None]:
+def _failure_recorded(run: Run, running: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except FitFailed as failure:
         run.failure = failure
-        processes.pop(run.name, None)
+        running.pop(run.name, None)
 
 
 def _turns(steps: int | None, rounds: int, paces: list[float]) -> list[int]:
