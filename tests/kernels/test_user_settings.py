@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.kernels.attention.attention_backend import CAN_SET_ORDER
 from tests.helpers.models import loader_of
 from tests.helpers.trainers import quiet_trainer
 
@@ -98,6 +99,7 @@ def settings() -> dict[str, Any]:
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
+            torch._C._get_sdp_priority_order() if CAN_SET_ORDER else None,
         ),
         "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
@@ -117,13 +119,18 @@ def _unusual(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     matmul, collected = torch.get_float32_matmul_precision(), gc.get_threshold()
+    order = torch._C._get_sdp_priority_order() if CAN_SET_ORDER else []
     with dynamo_config.patch(optimize_ddp=False, cache_size_limit=5):
         torch.set_float32_matmul_precision("medium")
         torch.set_deterministic_debug_mode("warn")
         torch.backends.cuda.enable_flash_sdp(False)
+        if CAN_SET_ORDER:
+            torch._C._set_sdp_priority_order([3, 0, 4, 2, 1])
         gc.set_threshold(701, 11, 12)
         yield
     gc.set_threshold(*collected)
+    if CAN_SET_ORDER:
+        torch._C._set_sdp_priority_order(order)
     torch.backends.cuda.enable_flash_sdp(True)
     torch.set_deterministic_debug_mode("default")
     torch.set_float32_matmul_precision(matmul)

@@ -1,4 +1,4 @@
-"""Functions that change one process setting each, and return the result with an undo function."""
+"""Functions that change one process setting each, and return how to undo it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,71 +17,51 @@ ALLOCATOR_ENV_VARS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE_SEGMENTS = "expandable_segments"
 
 
-@dataclass
-class Outcome:
-    """The result of changing a setting.
+class Change(NamedTuple):
+    """A setting that was changed: its previous value, how to restore it, and a remark."""
 
-    Attributes:
-        setting: Name of the setting.
-        requested: The requested value.
-        before: The previous value.
-        done: Whether the requested value is in use.
-        note: A remark, or the reason why the setting was not changed.
+    before: Any
+    undo: Callable[[], object]
+    note: str = ""
+
+
+class NotSetError(Exception):
+    """A setting was not changed.
+
+    Args:
+        note: The reason.
         failed: Whether the change failed unexpectedly, so that a warning is due.
-        undo: Restores the previous value.
     """
 
-    setting: str
-    requested: Any
-    before: Any = None
-    done: bool = True
-    note: str = ""
-    failed: bool = False
-    undo: Callable[[], None] | None = None
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "setting": self.setting,
-            "asked": str(self.requested),
-            "before": "" if self.before is None else str(self.before),
-            "set": self.done,
-            "note": self.note,
-        }
+    def __init__(self, note: str, failed: bool = False) -> None:
+        super().__init__(note)
+        self.failed = failed
 
 
-def _not_set(setting: str, requested: Any, note: str, *, failed: bool = False) -> Outcome:
-    return Outcome(setting, requested, done=False, note=note, failed=failed)
-
-
-def set_matmul_precision(precision: str, device: torch.device) -> Outcome:
-    name = "matmul_precision"
+def set_matmul_precision(precision: str, device: torch.device) -> Change:
     try:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
     except RuntimeError as error:  # torch's newer API was used, which excludes this one
-        return _not_set(name, precision, str(error).splitlines()[0], failed=True)
+        raise NotSetError(str(error).splitlines()[0], failed=True) from None
     note = ""
     if device.type == "cpu" and precision != "highest":
         note = "on a CPU it permits oneDNN to use lower precision, which few CPUs support"
-    undo = functools.partial(torch.set_float32_matmul_precision, before)
-    return Outcome(name, precision, before, note=note, undo=undo)
+    return Change(before, functools.partial(torch.set_float32_matmul_precision, before), note)
 
 
-def set_cudnn_benchmark(on: bool, device: torch.device) -> Outcome:
+def set_cudnn_benchmark(on: bool, device: torch.device) -> Change:
     """Set whether cuDNN times its kernels for each new shape."""
-    name = "cudnn_benchmark"
     if device.type != "cuda" or not torch.backends.cudnn.is_available():
-        return _not_set(name, on, f"{device.type} has no cuDNN")
+        raise NotSetError(f"{device.type} has no cuDNN")
     if on and torch.are_deterministic_algorithms_enabled():
-        return _not_set(name, on, "deterministic algorithms are requested")
+        raise NotSetError("deterministic algorithms are requested")
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = on
-    return Outcome(
-        name, on, before, undo=lambda: setattr(torch.backends.cudnn, "benchmark", before)
-    )
+    return Change(before, lambda: setattr(torch.backends.cudnn, "benchmark", before))
 
 
-def set_deterministic() -> Outcome:
+def set_deterministic() -> Change:
     """Allow deterministic algorithms only; others raise an error."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -108,32 +87,29 @@ def set_deterministic() -> Outcome:
         else:
             os.environ[CUBLAS_ENV_VAR] = workspace
 
-    return Outcome("deterministic", True, before, note=note, undo=undo)
+    return Change(before, undo, note)
 
 
-def set_expandable_segments(device: torch.device) -> Outcome:
+def set_expandable_segments(device: torch.device) -> Change:
     """Let CUDA's allocator grow its segments instead of adding new ones."""
-    name = "allocator"
     if device.type != "cuda":
-        return _not_set(name, EXPANDABLE_SEGMENTS, f"{device.type} has no such allocator")
+        raise NotSetError(f"{device.type} has no such allocator")
     if not sys.platform.startswith("linux"):
-        return _not_set(name, EXPANDABLE_SEGMENTS, "only on Linux", failed=True)
+        raise NotSetError("only on Linux", failed=True)
     present = _allocator_settings()
     if EXPANDABLE_SEGMENTS in present:
-        return _not_set(name, EXPANDABLE_SEGMENTS, f"it is set to {present} already")
+        raise NotSetError(f"it is set to {present} already")
     requested = f"{EXPANDABLE_SEGMENTS}:True"
     try:
         # The allocator resets options that are missing, so the present ones are repeated.
         _configure_allocator(f"{present},{requested}" if present else requested)
     except (RuntimeError, ValueError, AttributeError) as error:
         note = f"{error}; set {ALLOCATOR_ENV_VARS[1]}={requested} before you start"
-        return _not_set(name, EXPANDABLE_SEGMENTS, note, failed=True)
+        raise NotSetError(note, failed=True) from None
     reserved = torch.cuda.memory_reserved(device)
-    note = ""
-    if reserved:
-        note = f"too late for {reserved >> 20} MiB that are reserved already"
+    note = f"too late for {reserved >> 20} MiB that are reserved already" if reserved else ""
     undo = functools.partial(_configure_allocator, present or f"{EXPANDABLE_SEGMENTS}:False")
-    return Outcome(name, EXPANDABLE_SEGMENTS, present, note=note, undo=undo)
+    return Change(present, undo, note)
 
 
 def _allocator_settings() -> str:
@@ -151,10 +127,10 @@ def _configure_allocator(settings: str) -> None:
     configure(settings)
 
 
-def set_threads(number: int) -> Outcome:
+def set_threads(number: int) -> Change:
     before = torch.get_num_threads()
     torch.set_num_threads(number)
-    return Outcome("threads", number, before, undo=functools.partial(torch.set_num_threads, before))
+    return Change(before, functools.partial(torch.set_num_threads, before))
 
 
 def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
@@ -163,25 +139,23 @@ def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
     return cpus[rank * size : (rank + 1) * size]
 
 
-def set_affinity(cpus: Iterable[int]) -> Outcome:
+def set_affinity(cpus: Iterable[int]) -> Change:
     """Bind the threads of this process and threads that they start to CPUs."""
-    name, requested = "cpu_affinity", sorted(cpus)
+    requested = sorted(cpus)
     if not requested:
-        return _not_set(name, "split", "fewer CPUs than processes", failed=True)
+        raise NotSetError("fewer CPUs than processes", failed=True)
     if not hasattr(os, "sched_setaffinity"):
-        return _not_set(name, requested, f"not possible on {sys.platform}", failed=True)
+        raise NotSetError(f"not possible on {sys.platform}", failed=True)
     return _set_for_all_threads(
-        name, requested, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
+        requested, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
     )
 
 
-def set_priority(niceness: int) -> Outcome:
+def set_priority(niceness: int) -> Change:
     """Set the niceness of the threads of this process and of threads that they start."""
-    name = "priority"
     if not sys.platform.startswith("linux"):
-        return _not_set(name, niceness, f"not possible on {sys.platform}", failed=True)
+        raise NotSetError(f"not possible on {sys.platform}", failed=True)
     return _set_for_all_threads(
-        name,
         niceness,
         lambda thread: os.getpriority(os.PRIO_PROCESS, thread),
         lambda thread, value: os.setpriority(os.PRIO_PROCESS, thread, value),
@@ -189,8 +163,8 @@ def set_priority(niceness: int) -> Outcome:
 
 
 def _set_for_all_threads(
-    name: str, requested: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
-) -> Outcome:
+    requested: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
+) -> Change:
     """Set a value that Linux stores per thread and that new threads inherit."""
     process_value = read(0)
     before = {}
@@ -211,11 +185,11 @@ def _set_for_all_threads(
         reason = getattr(error, "strerror", None) or str(error)
     else:
         if actual == requested:
-            return Outcome(name, requested, process_value, undo=undo)
+            return Change(process_value, undo)
         reason = f"the system set it to {actual}"
     with suppress(OSError):
         undo()
-    return _not_set(name, requested, reason, failed=True)
+    raise NotSetError(reason, failed=True)
 
 
 def _threads() -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.runtime import process_settings
+from lightning_opt.kernels.runtime.process_settings import Change, NotSetError
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Runtime(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_outcomes",)
+    not_pickled = ("_undo",)
 
     def __init__(
         self,
@@ -100,7 +102,8 @@ class Runtime(RunCallback):
             raise ValueError(f"priority must be a niceness from -20 to 19, got {priority!r}.")
         self.priority = priority
         self.threads = None if threads is None else check_at_least("threads", threads, 1)
-        self._outcomes: list[process_settings.Outcome] = []
+        self._rows: list[dict[str, Any]] = []
+        self._undo: list[tuple[dict[str, Any], Callable[[], object]]] = []
         self._warned = False
         self._batches = 0
         self._shapes = set[tuple[tuple[int, ...], ...]]()
@@ -109,38 +112,50 @@ class Runtime(RunCallback):
         """Apply all settings."""
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
-        self._outcomes = []
+        self._rows, self._undo = [], []
         self._batches = 0
         self._shapes = set()
-        for outcome in self._apply(trainer):
-            self._outcomes.append(outcome)
-            if not outcome.done:
-                log.info("Runtime: %s is not set: %s.", outcome.setting, outcome.note)
-        failed = [f"{o.setting}={o.requested} ({o.note})" for o in self._outcomes if o.failed]
+        failed = []
+        for name, value, apply in self._requests(trainer):
+            row = {"setting": name, "asked": str(value), "before": "", "set": True, "note": ""}
+            self._rows.append(row)
+            try:
+                change = apply()
+            except NotSetError as error:
+                row.update(set=False, note=str(error))
+                log.info("Runtime: %s is not set: %s.", name, error)
+                if error.failed:
+                    failed.append(f"{name}={value} ({error})")
+            else:
+                row.update(before=str(change.before), note=change.note)
+                self._undo.append((row, change.undo))
         if failed and not self._warned:
             self._warned = True
             rank_zero_warn(f"Runtime could not set {', '.join(failed)}. Training continues.")
 
-    def _apply(self, trainer: pl.Trainer) -> Iterator[process_settings.Outcome]:
+    def _requests(self, trainer: pl.Trainer) -> Iterator[tuple[str, Any, Callable[[], Change]]]:
+        """Yield the name and the value of each setting, and the function that applies it."""
         device = trainer.strategy.root_device
-        if self.matmul_precision is not None:
-            yield process_settings.set_matmul_precision(self.matmul_precision, device)
+        if (precision := self.matmul_precision) is not None:
+            change = partial(process_settings.set_matmul_precision, precision, device)
+            yield "matmul_precision", precision, change
         if self.deterministic:  # before cuDNN's benchmark, which depends on it
-            yield process_settings.set_deterministic()
+            yield "deterministic", True, process_settings.set_deterministic
         if self.cudnn_benchmark is not None:
-            yield process_settings.set_cudnn_benchmark(bool(self.cudnn_benchmark), device)
+            on = bool(self.cudnn_benchmark)
+            yield "cudnn_benchmark", on, partial(process_settings.set_cudnn_benchmark, on, device)
         if self.allocator is not None:
-            yield process_settings.set_expandable_segments(device)
-        if self.cpu_affinity is not None:
-            cpus = self.cpu_affinity
+            change = partial(process_settings.set_expandable_segments, device)
+            yield "allocator", self.allocator, change
+        if (cpus := self.cpu_affinity) is not None:
             if cpus == "split":
                 ranks = max(1, trainer.num_devices)
                 cpus = process_settings.share_of(allowed_cpus(), trainer.local_rank, ranks)
-            yield process_settings.set_affinity(cpus)
+            yield "cpu_affinity", cpus or "split", partial(process_settings.set_affinity, cpus)
         if self.priority is not None:
-            yield process_settings.set_priority(self.priority)
+            yield "priority", self.priority, partial(process_settings.set_priority, self.priority)
         if self.threads is not None:
-            yield process_settings.set_threads(self.threads)
+            yield "threads", self.threads, partial(process_settings.set_threads, self.threads)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -149,30 +164,29 @@ class Runtime(RunCallback):
         if self.cudnn_benchmark != "auto" or self._batches >= MAX_BATCHES:
             return
         self._batches += 1
-        for outcome in self._outcomes:
-            if outcome.setting == "cudnn_benchmark" and outcome.done:
+        for row in self._rows:
+            if row["setting"] == "cudnn_benchmark" and row["set"]:
                 self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_of(batch)))
                 if len(self._shapes) > MAX_SHAPES:
                     torch.backends.cudnn.benchmark = False
                     self._batches = MAX_BATCHES
-                    outcome.done, outcome.note = False, "turned off, because shapes keep changing"
+                    row.update(set=False, note="turned off, because shapes keep changing")
 
     def report(self) -> Report:
         """Return the settings with their previous values, and the reasons of failures."""
-        return Report("Runtime", [outcome.row() for outcome in self._outcomes or ()])
+        return Report("Runtime", self._rows)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore all settings, and keep the report."""
-        for outcome in reversed(self._outcomes or ()):
-            undo, outcome.undo = outcome.undo, None
+        while self._undo:
+            row, undo = self._undo.pop()
             try:
-                if undo is not None:
-                    undo()
+                undo()
             except OSError as error:
-                outcome.note = f"could not be restored: {error.strerror}"
+                row["note"] = f"could not be restored: {error.strerror}"
                 rank_zero_warn(
-                    f"Runtime could not restore {outcome.setting} from {outcome.requested} to "
-                    f"{outcome.before}: {error.strerror}."
+                    f"Runtime could not restore {row['setting']} from {row['asked']} to "
+                    f"{row['before']}: {error.strerror}."
                 )
 
 

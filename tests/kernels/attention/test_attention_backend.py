@@ -179,15 +179,6 @@ def test_math_serves_a_learned_mask_and_warns_once():
         row_served_by_math(Net("bias"), lo.AttentionBackend(order), "Math is not in `order`")
 
 
-def test_math_backend_on_request():
-    attention = lo.AttentionBackend(("math", "flash"))
-    with Operations() as operations:
-        net = fit(Net(), attention)
-    assert operations.flash == 0
-    assert attention.report().rows[0]["backend"] == "math"
-    assert_same_weights(net, fit(Net()), rtol=0, atol=1e-6)
-
-
 def test_each_shape_gets_a_row():
     def mixed(batch: list[Tensor]) -> Tensor:
         return torch.stack(batch)[:, : len(batch) + 2]
@@ -227,35 +218,6 @@ def test_order_holds_in_training_and_validation():
             assert sorted(found["ranks"]) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_unusual_settings_are_restored(fails):
-    class Failing(Net):
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            if fails:
-                raise ArithmeticError("planted")
-
-    before = sdp_settings()
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if CAN_SET_ORDER:
-        torch._C._set_sdp_priority_order([3, 0, 4, 2, 1])
-    try:
-        unusual = sdp_settings()
-        net = Failing()
-        try:
-            fit(net, lo.AttentionBackend())
-        except ArithmeticError:
-            assert fails
-        assert net.settings[0] != unusual
-        assert sdp_settings() == unusual
-        assert functional.scaled_dot_product_attention is ORIGINAL
-    finally:
-        torch.backends.cuda.enable_flash_sdp(before["flash"])
-        torch.backends.cuda.enable_cudnn_sdp(before["cudnn"])
-        if CAN_SET_ORDER:
-            torch._C._set_sdp_priority_order(before["ranks"])
-
-
 def test_function_is_replaced_only_for_the_recorded_batches():
     class See(Callback):
         def __init__(self) -> None:
@@ -270,16 +232,6 @@ def test_function_is_replaced_only_for_the_recorded_batches():
     see = See()
     fit(Net(), lo.AttentionBackend(watch_batches=0), see)
     assert see.replaced == [False, False, False]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_calls_of_a_compiled_model_are_not_recorded():
-    attention, net = lo.AttentionBackend(), Net("module")
-    net.attention.compile(backend="eager")
-    fit(net, attention)
-    torch._dynamo.reset()
-    assert attention.report().rows == []
-    assert "compiled" in attention.report().notes[0]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

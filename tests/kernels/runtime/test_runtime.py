@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.kernels.runtime import process_settings as settings
+from lightning_opt.kernels.runtime.process_settings import NotSetError
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
@@ -171,12 +172,13 @@ def test_deterministic_mode_and_cublas_workspace_are_restored(workspace, mode, m
         monkeypatch.setenv(settings.CUBLAS_ENV_VAR, workspace)
     torch.set_deterministic_debug_mode(mode)
     before = state()
-    outcome = settings.set_deterministic()
+    change = settings.set_deterministic()
     assert torch.get_deterministic_debug_mode() == 2
     assert os.environ[settings.CUBLAS_ENV_VAR] == (":16:8" if workspace == ":16:8" else ":4096:8")
-    assert (outcome.note == "CUBLAS_WORKSPACE_CONFIG was :0:0") == (workspace == ":0:0")
-    assert settings.set_cudnn_benchmark(True, CUDA).done is False
-    outcome.undo()
+    assert (change.note == "CUBLAS_WORKSPACE_CONFIG was :0:0") == (workspace == ":0:0")
+    with pytest.raises(NotSetError):
+        settings.set_cudnn_benchmark(True, CUDA)
+    change.undo()
     after = state()
     torch.set_deterministic_debug_mode("default")
     assert {**after, **THREADS} == {**before, **THREADS}
@@ -276,9 +278,9 @@ def fake_cuda(
 
 def test_allocator_uses_expandable_segments(monkeypatch):
     messages = fake_cuda(monkeypatch)
-    outcome = settings.set_expandable_segments(CUDA)
-    assert (outcome.done, outcome.note) == (True, "")
-    outcome.undo()
+    change = settings.set_expandable_segments(CUDA)
+    assert change.note == ""
+    change.undo()
     assert messages[1:] == ["expandable_segments:True", "expandable_segments:False"]
     fake_cuda(monkeypatch, reserved=3 << 20)
     assert "too late for 3 MiB" in settings.set_expandable_segments(CUDA).note
@@ -293,8 +295,7 @@ def test_users_allocator_settings_stay(variable, is_new, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, users)
     messages = fake_cuda(monkeypatch, present=users, is_new=is_new)
-    outcome = settings.set_expandable_segments(CUDA)
-    outcome.undo()
+    settings.set_expandable_segments(CUDA).undo()
     assert messages[1:] == [f"{users},expandable_segments:True", users]
 
 
@@ -302,9 +303,9 @@ def test_user_setting_of_expandable_segments_wins():
     users = "expandable_segments:False,max_split_size_mb:64"
     with pytest.MonkeyPatch.context() as patch:
         settings_of_allocator = fake_cuda(patch, present=users)
-        outcome = settings.set_expandable_segments(CUDA)
-    assert (outcome.done, outcome.failed) == (False, False)
-    assert users in outcome.note
+        with pytest.raises(NotSetError, match=users) as caught:
+            settings.set_expandable_segments(CUDA)
+    assert not caught.value.failed
     assert settings_of_allocator == [users]
 
 
@@ -315,11 +316,10 @@ def test_allocator_error_is_reported(monkeypatch):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", denied, raising=False)
-    outcome = settings.set_expandable_segments(CUDA)
-    assert outcome.failed
-    assert outcome.note == (
-        "planted; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before you start"
-    )
+    advice = "planted; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before you start"
+    with pytest.raises(NotSetError, match=advice) as caught:
+        settings.set_expandable_segments(CUDA)
+    assert caught.value.failed
 
 
 class Varying(SmallNet):
@@ -359,9 +359,9 @@ def test_conflict_with_torchs_newer_precision_api_is_reported(monkeypatch):
         raise RuntimeError("a mix of the legacy and new APIs\nmore")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", denied)
-    outcome = settings.set_matmul_precision("high", CPU)
-    assert outcome.failed
-    assert outcome.note == "a mix of the legacy and new APIs"
+    with pytest.raises(NotSetError, match=r"a mix of the legacy and new APIs$") as caught:
+        settings.set_matmul_precision("high", CPU)
+    assert caught.value.failed
 
 
 # --- invalid settings ---------------------------------------------------------------------------

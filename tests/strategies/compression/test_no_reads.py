@@ -137,19 +137,6 @@ def test_partly_skipped_bucket_on_a_device_equals_the_cpu(monkeypatch):
     assert torch.equal(*kept)
 
 
-def test_residual_is_known_to_be_zero_after_an_uncompressed_step(monkeypatch):
-    take_device_path(monkeypatch)
-    for found, nonzero in ((0.0, False), (1.0, True)):
-        residual = Bucket(torch.ones(4), {"a": slice(0, 4)})
-        gradient = torch.ones(4)
-        residual.add(gradient, torch.ones(()))
-        residual.send_all(gradient, torch.ones(()))
-        residual.skip(["a"], torch.tensor(found))
-        if not residual.is_skipped:
-            residual.commit_step()
-        assert residual.may_be_nonzero is nonzero
-
-
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_local_clipping_reads_nothing(algorithm, dtype):
