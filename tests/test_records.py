@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +11,16 @@ from benchmarks.records import PACKAGE, SHARED, changed_parts, code_of, records,
 
 RECORDS = records()
 NEEDED = {"cpu", "threads", "python", "torch", "lightning", "lightning_opt", "date", "commit"}
+
+
+def test_every_benchmark_can_be_imported():
+    """With all names that it takes from the package, the examples and the tests."""
+    names = [
+        ".".join(file.relative_to(module.ROOT).with_suffix("").parts)
+        for file in (module.ROOT / "benchmarks").rglob("*.py")
+    ]
+    command = [sys.executable, "-W", "ignore", "-c", f"import {', '.join(names)}"]
+    subprocess.run(command, check=True, cwd=module.ROOT)
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 import statistics
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import continued, parse_arguments, publish
 from benchmarks.kernels import kernels_models
 from benchmarks.kernels.kernels_models import Batches, Learner, Parts
 from lightning_opt.tuner.baseline import GRACE_SECONDS
@@ -170,7 +169,7 @@ class Grid(Tuning):
         """Return times of a step of others as shares of the best one's, measured anew."""
         wanted = {names: named(names) for names in (best, *others)}
         settings = {name: self._space.settings(names) for names, name in wanted.items()}
-        found = lo.compare(self._model, self._data, settings, rounds=40, seconds=60.0).ratios
+        found = lo.compare(self.model, self.data, settings, rounds=40, seconds=60.0).ratios
         return {
             names: 1.0 if names == best else found[name].value for names, name in wanted.items()
         }
@@ -271,8 +270,7 @@ def main() -> None:
         own.runs = 1
         for name in MODELS:
             del SWITCHES[arguments.device][name][2:]
-    file = arguments.out / "tuner.json"
-    known = json.loads(file.read_text()).get("models", {}) if file.exists() else {}
+    known = continued("tuner", arguments).get("models", {})
     for name in own.models:
         known[name] = measure(name, arguments.device, own.runs)
         rows = [known[name] for name in MODELS if name in known]
