@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_opt.core.modules.patching import forwards_of
+from lightning_opt.core.modules.patching import forwards_of, replaced
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -34,10 +36,20 @@ def has_checkpointed_parts(model: nn.Module) -> bool:
     return any(map(is_checkpointed, model.modules()))
 
 
-def run_eagerly() -> Any:
-    """Return a context in which compiled modules run uncompiled."""
+STANCE = SimpleNamespace(eager=False)
+"""``eager``: whether `CompileModel` runs its modules uncompiled now."""
+
+
+@contextlib.contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Run compiled modules uncompiled."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
-    return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
+    with replaced(STANCE, eager=True):
+        if set_stance is None:
+            yield
+        else:
+            with set_stance("force_eager"):
+                yield
 
 
 def hooks_are_compiled(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.batches import tensors_of
-from lightning_opt.core.modules.compiling import CLOCK
+from lightning_opt.core.modules.compiling import CLOCK, STANCE
 from lightning_opt.core.modules.patching import ReplacedForward, replaced
 from lightning_opt.core.modules.preserve import StepState
 
@@ -43,7 +43,6 @@ class CompileOptions:
         backend: As in ``torch.compile``; so are ``fullgraph`` and ``dynamic``.
         device: Device of the model.
         on_failure: Called with a region, the mode that failed and the error.
-        paused: If True, modules run uncompiled.
     """
 
     backend: str | Callable[..., Any]
@@ -51,7 +50,6 @@ class CompileOptions:
     dynamic: bool | None
     device: torch.device
     on_failure: Callable[[Region, str, BaseException], None]
-    paused: bool = False
 
 
 class Region:
@@ -179,8 +177,8 @@ class CompiledForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # another compiled region contains this one
             return _run(self, *args, **kwargs)
-        compiled, options = self.region.compiled, self.region.options
-        if compiled is None or options.paused:
+        compiled = self.region.compiled
+        if compiled is None or STANCE.eager:
             return _run(self, *args, **kwargs)
         return self._attempt(compiled, args, kwargs)
 
@@ -235,7 +233,7 @@ class CompiledForward(ReplacedForward):
             problem, (RuntimeError, AssertionError)
         ):
             raise problem  # compiled code raises no other classes, so it is the model's own
-        with replaced(self.region.options, paused=True):
+        with replaced(STANCE, eager=True):
             output = _run(self, *args, **kwargs)
         if before is None and not is_compiler_error(problem):
             raise problem  # compiled code failed midway, and no state was saved

@@ -147,6 +147,24 @@ class Linear(Net):
         return self.head(self.blocks[0].dropout(self.stem(x)))
 
 
+class BreakingLinear(Linear):
+    """Draws random numbers before a graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0].dropout(self.stem(x))
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_check_of_micro_batching_does_not_count_as_a_compiled_call(order: int) -> None:
+    """The check runs uncompiled, with the shapes of the first micro-batch."""
+    both = [CompileModel(backend=FailsLater(1)), MicroBatching(2)][::order]
+    actual, messages = messages_of(lambda: train(*both, model=BreakingLinear(), **SHORT))
+    assert len(messages) == 1
+    assert_same(actual, train(MicroBatching(2), model=BreakingLinear(), **SHORT))
+
+
 class Hungry(Linear):
     """Runs out of memory for more than two samples."""
 
