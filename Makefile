@@ -41,8 +41,9 @@ demo: $(INSTALLED) ## four failures and limits, with and without lightning_opt, 
 quick: $(INSTALLED) ## tests that neither train nor start a process, in one minute
 	$(PYTEST) -n logical --maxprocesses 4 --quick
 
-test: $(INSTALLED) ## all tests and the doctests of the package
+test: $(INSTALLED) ## all tests and the doctests of the package, some of them with pytorch_lightning too
 	$(PYTEST) -n $(WORKERS) --maxprocesses 9
+	LIGHTNING=pytorch_lightning $(PYTEST) -n $(WORKERS) --maxprocesses 9 -k 'test_contracts or single or ddp' tests/test_contracts.py tests/test_matrix.py
 
 lint: $(INSTALLED) ## ruff (rules and format), and no editor metadata in notebooks
 	$(BIN)/ruff check .

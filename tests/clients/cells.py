@@ -34,8 +34,8 @@ models and data. Each cell compares the weights after a short training on a CPU 
 training without the feature, and the model predicts afterwards. `resume` interrupts a training with
 three callbacks and resumes it; neuralforecast cannot resume. Strategies run on two processes, for
 scvi-tools and GAN with `find_unused_parameters=True`, which plain DDP needs as well. neuralforecast
-and darts import `pytorch_lightning`, the others `lightning`. `make clients` runs all cells and writes
-this page; `make test` runs a sample. {count}
+and darts import `pytorch_lightning`, the others `lightning`. `make clients` runs all cells and
+writes this page; `make test` runs a sample. {count}
 
 {signs}
 

@@ -27,7 +27,7 @@ GRACE = 5.0
 """Seconds for the other processes to report their error after the first failure."""
 
 
-PRELOAD = ["lightning.pytorch", "torch.distributed.fsdp", "pytest"]
+PRELOAD = ["tests", "lightning.pytorch", "torch.distributed.fsdp", "pytest"]
 """Modules that the fork server imports."""
 
 

@@ -5,7 +5,6 @@ feature. Imports neither package itself.
 """
 
 import importlib
-import importlib.abc
 import inspect
 import json
 import sys
@@ -13,22 +12,7 @@ import warnings
 from typing import Any
 
 import lightning_opt as lo
-
-FOLDERS = {
-    "lightning": {"lightning"},
-    "pytorch_lightning": {"pytorch_lightning", "lightning_fabric"},
-}
-
-
-class NotInstalled(importlib.abc.MetaPathFinder):
-    """Makes imports of the packages fail that are not among ``installed``."""
-
-    def __init__(self, *installed: str) -> None:
-        self.hidden = {name for key in FOLDERS if key not in installed for name in FOLDERS[key]}
-
-    def find_spec(self, fullname: str, *_: Any) -> None:
-        if fullname.partition(".")[0] in self.hidden:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+from tests.trainer.one_package import NotInstalled
 
 
 def net_of(pl: Any) -> Any:

@@ -58,7 +58,8 @@ def test_all_features_train_alike_with_either_package_and_with_both():
 def test_without_lightning_the_error_says_what_to_install():
     program = """
 import sys
-from tests.trainer.every_feature import NotInstalled, lo
+from tests.trainer.one_package import NotInstalled
+import lightning_opt as lo
 sys.meta_path.insert(0, NotInstalled())
 try:
     lo.GradientHealth
