@@ -6,7 +6,8 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 Choice = TypeVar("Choice")
@@ -59,22 +60,22 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else "."
 
 
-def given_arguments(part: object, usual: Sequence[Any] = ()) -> str:
+def given_arguments(part: object, resolved: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the constructor's arguments that differ from their defaults, as ``name=value, ...``.
 
     Values are taken from attributes of the same name, as far as there are any.
 
     Args:
         part: The object.
-        usual: Values that do not differ from a default of None.
+        resolved: Values that stand for a default of None, by argument.
     """
     found = []
     for name, parameter in inspect.signature(type(part)).parameters.items():
         schedule = getattr(part, "_schedule", None)  # of reports
         value = getattr(part, name, getattr(schedule, name, parameter.default))
         is_plain = isinstance(value, (bool, int, float, str))
-        is_usual = value == parameter.default or (parameter.default is None and value in usual)
-        if is_plain and not is_usual:
+        usual = parameter.default, resolved.get(name)
+        if is_plain and repr(value) not in map(repr, usual):  # 1 batch is not a share of 1.0
             found.append(f"{name}={value!r}")
     return ", ".join(found)
 

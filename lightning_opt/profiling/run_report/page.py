@@ -33,8 +33,19 @@ log = logging.getLogger(__name__)
 FINDING = '<li><p class="faint">{}</p><h3>{}</h3><p>{}</p><pre>{}</pre></li>'
 TABLE = "<details><summary>{}</summary><div>{}</div></details>"
 
-RESOLVED = (1.0, 50, 2, "32-true")
+RESOLVED = {
+    "precision": "32-true", "log_every_n_steps": 50, "num_sanity_val_steps": 2, "min_epochs": 0,
+    "limit_train_batches": 1.0, "limit_val_batches": 1.0, "limit_test_batches": 1.0,
+    "limit_predict_batches": 1.0, "val_check_interval": 1.0,
+}  # fmt: skip
 """Values that Lightning sets for arguments of the Trainer whose default is None."""
+
+SOURCES = {
+    "Where a step's time goes": "RunReport(measure=True) or StepProfiler()",
+    "Memory": "MemoryProfiler()",
+    "Gradient RMS by layer": "GradientHealth()",
+}
+"""Pictures that every run can have, and what measures them."""
 
 
 def build_page(trainer: pl.Trainer, sentence: str, folder: Path, images: bool = False) -> str:
@@ -54,16 +65,19 @@ def build_page(trainer: pl.Trainer, sentence: str, folder: Path, images: bool = 
         for v in verdicts
         if v.state == "look"
     ]
-    hints = [escape(f"{TOPICS[v.topic]} {v.advice}") for v in verdicts if v.state == "unknown"]
+    pictures = _pictures(trainer, folder, images)
+    hints = [f"{TOPICS[v.topic]} {v.advice}" for v in verdicts if v.state == "unknown"]
+    hints += [f"The picture {t!r} needs {s}." for t, s in SOURCES.items() if t not in pictures]
     tables = [table for part in parts_of(trainer) for table in _tables(part)]
     return page.format(
         title=escape(f"Run report · {model} · {datetime.now():%Y-%m-%d %H:%M}"),
         style=style,
         sentence=escape(sentence),
         findings="".join(findings[:3]) or "<li>The checks found nothing to improve.</li>",
-        pictures=_pictures(trainer, folder, images),
-        hints="".join(f"<li>{hint}</li>" for hint in hints),
-        tables="".join(TABLE.format(escape(each.title), each.to_html()) for each in tables),
+        pictures=pictures,
+        hints="".join(f"<li>{escape(hint)}</li>" for hint in hints),
+        tables="".join(TABLE.format(escape(each.title), each.to_html()) for each in tables)
+        or "<p>No callback of this run has a report.</p>",
         setup=_setup(trainer).to_html(),
     )
 
@@ -99,9 +113,10 @@ def _series_and_events(trainer: pl.Trainer) -> tuple[dict[str, Any], list[tuple[
     counts = [(step, round(step * share)) for step, share in series.get("clip/fraction", ())]
     for (_, before), (step, after) in itertools.pairwise([(0, 0), *counts]):
         events += [(step, "clipped")] * (after > before)
+    memory = [series[key] for key in series if key.startswith(("profile/peak", "report/"))]
+    peak = max((value for points in memory for _, value in points), default=0.0)
     nearest = peak_usage(trainer.strategy.root_device)
-    has_memory = any(key.startswith(("profile/", "report/")) for key in series)
-    if has_memory and nearest is not None and nearest.fraction > 1 / 3:  # else a flat picture
+    if nearest is not None and 3 * peak > nearest.total / MB:  # else the other lines would be flat
         series["limit"] = [(step, nearest.total / MB) for step in (0, logged_step(trainer))]
     return series, events
 

@@ -10,18 +10,18 @@ import json
 import math
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+from numpy.lib.stride_tricks import sliding_window_view
 
 Points = Sequence[tuple[float, float]]
 
@@ -49,7 +49,7 @@ class Panel(NamedTuple):
 
     Attributes:
         unit: The label of the y axis; empty for a heat map with one row per series.
-        lines: The style of each line, or ``"bars"``, by a pattern of keys.
+        lines: The style of each line by a pattern of keys. Steps hold a value until the next one.
         bands: Label and colour of each stacked sum, by a pattern of keys. The first match counts.
         x: The label of the x axis.
     """
@@ -62,7 +62,7 @@ class Panel(NamedTuple):
 
 LOSS = Panel("loss", {"loss": "-", "validation/.*": ".--"})
 NORM = Panel("gradient norm", {"(health|clip)/.*norm": "-", "clip/.*threshold": "--"})
-TIME = Panel("ms a step", bands={
+TIME = Panel("ms per step", bands={
     "time/data_wait_ms": ("data", ORANGE), "time/transfer_ms": ("transfer", OLIVE),
     "time/(forward|loss|forward_and_loss)_ms": ("forward", BLUE),
     "time/backward_ms": ("backward", TEAL),
@@ -76,14 +76,14 @@ MEMORY = Panel("MB", MEMORY_LINES, {
     "profile/optimizer_mb": ("optimizer", GREEN), "profile/other_mb": ("other", GREY),
     "profile/activations_mb": ("activations", ORANGE),
 })  # fmt: skip
-SIZES = Panel("number", {"batch_size/size|micro_batching/size|accumulation/batches": ".-"})
+SIZES = Panel("number", {"batch_size/size|micro_batching/size|accumulation/batches": "steps"})
 PICTURES = {
     "Loss and gradient norm": (LOSS, NORM),
     "Where a step's time goes": (TIME,),
     "Memory": (MEMORY,),
     "Gradient RMS by layer": (Panel("", {"layers/.*": ""}),),
-    "Batch sizes and communication": (SIZES, Panel("bytes sent a step", {"comm/bytes": ".-"})),
-    "Ranks": (Panel("ms a step", {"ranks/.*": "bars"}, x="rank"),),
+    "Batch sizes and communication": (SIZES, Panel("bytes sent per step", {"comm/bytes": ".-"})),
+    "Ranks": (Panel("busy ms per step", {"ranks/.*": "o"}, x="rank"),),
 }
 
 
@@ -97,6 +97,12 @@ class Data(NamedTuple):
         """Return the series that match."""
         pattern = re.compile("|".join(patterns))
         return {key: p for key, p in self.series.items() if p and pattern.fullmatch(key)}
+
+    def last(self, x: str) -> float:
+        """Return the last step of the run, or the last rank."""
+        found = self.find("ranks/.*" if x == "rank" else "(?!ranks/).*").values()
+        events = self.events if x == "step" else ()
+        return max(1, *(point[0] for points in (*found, events) for point in points[-1:]))
 
     def panels(self, title: str) -> list[Panel]:
         """Return the panels of a picture that have data."""
@@ -112,74 +118,80 @@ def draw(title: str, data: Data, inches: float) -> Figure:
         figure = Figure(figsize=(inches, sum(heights)))
         every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
         for panel, axes in zip(panels, every[:, 0], strict=True):
-            axes.locator_params("x", integer=True)
             (_plot if panel.unit else _heat_map)(figure, axes, panel, data)
+            axes.locator_params("x", integer=True)
             axes.xaxis.set_major_formatter("{x:,g}")
-        axes.set_xlabel(panel.x)
+        last = data.last(panel.x)
+        axes.set(xlabel=panel.x, xlim=(-0.01 * last, 1.01 * last))
     return figure
 
 
 def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
-    _stack(axes, panel.bands, data)
-    values: list[float] = []
+    totals = _stack(axes, panel.bands, data)
     for pattern, style in panel.lines.items():
         for key, points in data.find(pattern).items():
             label = re.sub("^(profile|validation|ranks)/", "", key)
-            xs, ys = (
-                [x for x, _ in points],
-                [y if math.isfinite(y) else math.nan for _, y in points],
-            )
-            values += filter(math.isfinite, ys)
-            if style == "bars":
-                axes.bar(xs, ys, 0.5, label=label)
-                axes.set(xlim=(-0.5, max(len(xs), 8) - 0.5), xticks=xs)
+            if style == "steps":
+                xs, ys = zip(*points, (data.last(panel.x), points[-1][1]), strict=True)
+                axes.step(xs, ys, where="post", label=label)
             else:
-                axes.plot(xs, ys, style, label=label)
+                axes.plot(*zip(*points, strict=True), style, label=label)
+    _choose_range(axes, totals)
     for name, (label, colour, marker) in EVENTS.items() if panel is LOSS else ():
         steps = [step for step, kind in data.events if kind == name]
         if steps:
             (line,) = axes.plot(steps, [1.02] * len(steps), marker, color=colour, markersize=6)
             line.set(transform=axes.get_xaxis_transform(), clip_on=False)
             line.set_label(f"{label} ({len(steps)})")
-    axes.set_ylim(bottom=0)
-    axes.locator_params("y", nbins=4)
-    if values and not panel.bands:
-        _choose_scale(axes, sorted(values))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_ylabel(panel.unit)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=round(figure.get_figwidth() / 2))
 
 
-def _choose_scale(axes: Axes, values: list[float]) -> None:
-    """Set a linear or logarithmic range. A few spikes run out of it."""
-    low, usual, high = values[0], values[int(0.98 * len(values))], values[-1]
-    high = 2 * usual if high > 10 * usual > 0 else high
-    if high > 30 * low > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=7))
+def _choose_range(axes: Axes, totals: Any) -> None:
+    """Set a linear or logarithmic range. Short spikes exceed it; the legend states their height."""
+    drawn = {line: _finite(line.get_ydata()) for line in axes.lines}
+    curves = [curve for curve in (*drawn.values(), totals) if curve.size] or [np.zeros(1)]
+    smooth = [np.median(sliding_window_view(np.pad(c, 2, "edge"), 5), 1) for c in curves]
+    usual = float(np.concatenate(smooth).max())
+    low, high = float(np.concatenate(curves).min()), float(np.concatenate(curves).max())
+    if high > 10 * usual > 0:
+        high = 2 * usual
+    for line, curve in drawn.items():
+        if curve.max(initial=high) > high:
+            line.set_label(f"{line.get_label()}, up to {curve.max():.2g}")
+    if high > 30 * low > 0 and not totals.size:
+        axes.set(yscale="log", ylim=(low / 1.2, 1.2 * high))
+        subs = (1.0, 3.0) if high < 1e4 * low else (1.0,)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
         axes.minorticks_off()
-        axes.set_ylim(low / 1.2, 1.2 * high)
     elif high > min(low, 0.0):
         axes.set_ylim(min(low, 0.0), high + 0.05 * abs(high))
+        axes.locator_params("y", nbins=4)
 
 
-def _stack(axes: Axes, bands: Mapping[str, tuple[str, str]], data: Data) -> None:
-    stacks = {band: defaultdict[float, float](float) for band in bands.values()}
-    for key, points in data.find(*bands).items() if bands else ():
-        band = next(band for pattern, band in bands.items() if re.fullmatch(pattern, key))
+def _finite(values: Any) -> Any:
+    return np.array([value for value in values if math.isfinite(value)])
+
+
+def _stack(axes: Axes, bands: Mapping[str, tuple[str, str]], data: Data) -> Any:
+    """Draw the bands on top of each other, and return their sums."""
+    found = data.find(*bands)
+    steps = sorted({step for points in found.values() for step, _ in points})
+    sums = np.zeros((len(bands), len(steps)))
+    for key, points in found.items():
+        row = next(row for row, pattern in enumerate(bands) if re.fullmatch(pattern, key))
         for step, value in points:
-            stacks[band][step] += value
-    steps = sorted({step for stack in stacks.values() for step in stack})
-    total = sum(sum(stack.values()) for stack in stacks.values()) or 1.0
-    low = [0.0] * (len(steps) + 1)
-    for (label, colour), stack in stacks.items():
-        share = sum(stack.values()) / total
-        if share > 0.005:
-            # The first values also describe the steps before them.
-            high = list(map(add, low, [stack[step] for step in (*steps[:1], *steps)]))
-            name = f"{label} {share:.0%}"
-            axes.fill_between([0, *steps], low, high, color=colour, alpha=0.8, lw=0, label=name)
-            low = high
+            sums[row, steps.index(step)] += value
+    drawn = np.hstack((sums[:, :1], sums))  # the first values also describe the steps before them
+    shares, tops = sums.sum(1) / (sums.sum() or 1.0), drawn.cumsum(0)
+    for row, (label, colour) in enumerate(bands.values()):
+        if shares[row] > 0.005:
+            low, name = tops[row] - drawn[row], f"{label} {shares[row]:.0%}"
+            axes.fill_between(
+                [0, *steps], low, tops[row], color=colour, alpha=0.8, lw=0, label=name
+            )
+    return sums.sum(0)
 
 
 def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:

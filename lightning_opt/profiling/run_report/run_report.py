@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
-import warnings
+import re
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
+
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, live_bytes, peak_memory
@@ -32,6 +34,7 @@ WRITE_SECONDS, MAX_SHARE = 180.0, 0.005
 """Seconds between two pages of a running fit, and the largest share of its time they may take."""
 
 OUT_OF_MEMORY = "MicroBatching('auto') splits a batch that does not fit into memory."
+SPIKES = "NonFiniteGuard(spike=8) skips the batches of such losses, and logs them."
 
 
 class RunReport(RunCallback):
@@ -67,6 +70,7 @@ class RunReport(RunCallback):
         self.profiler: StepProfiler | None = None
         self._patches = Patches()
         self._history = History()
+        self._is_fitting = self._has_failed = self._skips_spikes = False
         self._reset_run(0)
 
     def _reset_run(self, first_step: int) -> None:
@@ -74,8 +78,8 @@ class RunReport(RunCallback):
         self.events: list[dict[str, Any]] = []
         self._failures: list[Verdict] = []
         self._losses = LossHistory(self._history, delay=16)
-        self._started: float | None = None
-        self._next_page = math.inf
+        self._started = perf_counter()
+        self._next_page = self._started + WRITE_SECONDS
         self._samples, self._first_step = 0, first_step
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
@@ -87,7 +91,10 @@ class RunReport(RunCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
+        self._is_fitting, self._has_failed = True, False
+        self._skips_spikes = any(getattr(c, "spike", None) for c in _callbacks_of(trainer))
         HISTORIES[trainer] = self._history
+        self._reset_run(0)
         self._every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         has_profiler = type(trainer.profiler).__name__ != "PassThroughProfiler"  # type: ignore[attr-defined]
         if self.measure and not has_profiler:
@@ -100,25 +107,28 @@ class RunReport(RunCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._reset_run(trainer.global_step)
-        self._started = perf_counter()
-        self._next_page = self._started + WRITE_SECONDS
+        self._reset_run(logged_step(trainer))
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write the page if it is due."""
+        if perf_counter() > self._next_page:
+            self._write(trainer, "Running")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss, and write the page if it is due."""
+        """Keep the loss."""
         step = logged_step(trainer)
         self._samples += samples_in(batch, default=1)
         self._losses.add(outputs, step, trainer.accumulate_grad_batches)
         if self.measure and step % self._every == 0:
             self._history.add("report/live_mb", step, live_bytes(trainer.strategy.root_device) / MB)
-        if perf_counter() > self._next_page:
-            self._write(trainer, "Running")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the validation losses."""
-        if self._started is None:  # not while training
+        if not self._is_fitting or trainer.sanity_checking:
             return
         step, metrics = logged_step(trainer), trainer.callback_metrics
         losses = [name for name in metrics if "val" in name and "loss" in name]
@@ -129,11 +139,16 @@ class RunReport(RunCallback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the final page. All other callbacks have ended the training by now."""
-        self._write(trainer, "Stopped early" if trainer.should_stop else "Finished", final=True)
+        state = "Finished"
+        if trainer.should_stop:
+            names = {type(callback).__name__ for callback in _callbacks_of(trainer)}
+            known = " or ".join(sorted(names & {"EarlyStopping", "Timer"}))
+            state = f"Stopped by {known}" if known else "Stopped early"
+        self._write(trainer, state, final=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Write the final page after the other callbacks have ended their measurements."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = _callbacks_of(trainer)
         if callbacks[-1] is not self:
             callbacks.append(self)  # Lightning is iterating over the list, and comes here again
             return
@@ -141,16 +156,17 @@ class RunReport(RunCallback):
             callbacks.pop()
         message = shorten(f"{type(exception).__name__}: {exception}".rstrip(": "), 120)
         if is_out_of_memory(exception):
-            step = trainer.global_step + 1
+            step = logged_step(trainer)
             self.events.append({"step": step, "kind": "out of memory"})
-            finding = f"Memory ran out in step {step}. {message}"
+            asked = re.search(r"tried to allocate [\d.]+ \w+", str(exception))
+            finding = f"Memory ran out at step {step:,}: {asked[0] if asked else message}."
             self._failures = [Verdict("memory", "look", finding, OUT_OF_MEMORY, gain=1.0)]
             message = "a lack of memory"
         self._write(trainer, f"Stopped by {message}", final=True)
         self.release(trainer)
 
     def _write(self, trainer: pl.Trainer, state: str, final: bool = False) -> None:
-        if not trainer.is_global_zero or self._started is None:
+        if not trainer.is_global_zero or not self._is_fitting:
             return
         began = perf_counter()
         try:
@@ -163,36 +179,47 @@ class RunReport(RunCallback):
                     new = folder / "report.html.new"
                     new.write_text(page, encoding="utf-8")
                     new.replace(folder / "report.html")
+                    if final:
+                        rank_zero_info(f"RunReport: {folder / 'report.html'}")
                 for file in sorted(Path(drawn).glob("*.png")):
                     log_image(trainer, f"report/{file.stem}", file)
-        except Exception as error:  # the run is worth more than its page
+        except Exception as error:  # a failing page must not end the run
             log.debug("RunReport failed", exc_info=True)
-            text = f"RunReport could not write its page: {error!r}. Training continues."
-            warnings.warn(text, stacklevel=2)
+            if not self._has_failed:
+                log.warning("RunReport could not write its page: %r. Training continues.", error)
+            self._has_failed = True
         now = perf_counter()
         self._next_page = now + max(WRITE_SECONDS, (now - began) / MAX_SHARE)
 
     def _describe(self, trainer: pl.Trainer, state: str, seconds: float) -> str:
-        minutes, rest = divmod(round(seconds), 60)
-        duration = f"{minutes} min {rest} s" if minutes else f"{rest} s"
-        since = f" (from {self._first_step:,})" if self._first_step else ""
+        since = f" (resumed at {self._first_step:,})" if self._first_step else ""
         rate = self._samples * trainer.world_size / seconds
         peak = peak_memory(trainer.strategy.root_device) / MB
         return (
-            f"{state} after {trainer.global_step:,} steps{since} and {duration}: "
-            f"{rate:,.{int(rate < 20)}f} samples a second, memory peak {peak:,.0f} MB."
+            f"{state} after {logged_step(trainer):,} steps{since} in {_duration(seconds)}: "
+            f"{rate:,.{int(rate < 20)}f} samples per second, peak memory {peak:,.0f} MB."
         )
 
     def diagnose(self) -> list[Verdict]:
-        """Return a verdict if memory ran out."""
-        return self._failures
+        """Return verdicts on memory that ran out and on jumps of the loss."""
+        points = [] if self._skips_spikes else self._history.points.get("loss", [])
+        jumps = []
+        for place, (step, loss) in enumerate(points):
+            usual = median(abs(other) for _, other in points[max(0, place - 5) : place + 6])
+            if abs(loss) > 100 * usual > 0:
+                jumps.append(f"{loss:.3g} at step {step:,}, from about {usual:.3g}")
+        if not jumps:
+            return self._failures
+        finding = f"Jumps of the loss: {len(jumps)}, the last to {jumps[-1]}."
+        gain = len(jumps) / len(points)
+        return [*self._failures, Verdict("stability", "look", finding, SPIKES, gain=gain)]
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the Trainer's profiler."""
         self._patches.close()
         if self.profiler is not None:
             self.profiler.teardown("fit")
-        self._started = None
+        self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return all series, as plain types. Waits for the device."""
@@ -202,6 +229,17 @@ class RunReport(RunCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
         self._history.load_state_dict(state_dict)
+
+
+def _callbacks_of(trainer: pl.Trainer) -> list[Any]:
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.{int(seconds < 10)}f} s"
 
 
 def report(trainer: pl.Trainer) -> Page:
@@ -220,7 +258,7 @@ def report(trainer: pl.Trainer) -> Page:
         >>> page.startswith("<!doctype html>")
         True
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = _callbacks_of(trainer)
     sentence = next((c.sentence for c in callbacks if isinstance(c, RunReport)), "")
     with TemporaryDirectory() as folder:
         return Page(build_page(trainer, sentence or f"{trainer.global_step:,} steps", Path(folder)))

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -134,7 +135,7 @@ def test_three_planted_problems_are_the_three_findings(tmp_path):
     assert code[1] == "Trainer(callbacks=[lo.MicroBatching('auto')])"
     assert re.match(r"Training waits for data [5-9]\d% of the time", findings[2])
     assert code[2] == "Trainer(callbacks=[lo.DataPipelineTuner()])"
-    assert page.sentence.startswith("Finished after 40 steps and ")
+    assert page.sentence.startswith("Finished after 40 steps in ")
 
 
 def test_page_has_all_sections_and_needs_neither_script_nor_network(tmp_path):
@@ -180,7 +181,7 @@ def test_names_and_messages_are_escaped(tmp_path):
     with pytest.raises(OSError, match="no"):
         fit(folder, lo.RunReport(), lo.GradientHealth(every_n_steps=2), model=Odd())
     page = read(folder)
-    assert page.sentence.startswith('Stopped by OSError: no "data" in <a&b>/c after 8 steps and ')
+    assert page.sentence.startswith('Stopped by OSError: no "data" in <a&b>/c after 8 steps in ')
     assert "script" not in page.tags
     assert name in page.texts("reports", "td")
     assert name in page.texts("pictures", "text")
@@ -217,7 +218,7 @@ def test_exception_writes_the_page_after_all_callbacks(tmp_path, error, last):
     with pytest.raises((error, SystemExit)):
         trainer.fit(Fails())
     page = read(tmp_path)
-    assert page.sentence.startswith(f"Stopped by {error.__name__}: planted after 5 steps and ")
+    assert page.sentence.startswith(f"Stopped by {error.__name__}: planted after 5 steps in ")
     assert page.texts("reports", "summary") == ["ended"]
     assert trainer.callbacks == before
 
@@ -232,7 +233,8 @@ def test_out_of_memory_is_the_first_finding(tmp_path):
     with pytest.raises(RuntimeError, match="allocate"):
         fit(tmp_path, lo.RunReport(), model=Large())
     page = read(tmp_path)
-    assert page.texts("findings", "h3")[0].startswith("Memory ran out in step 4. RuntimeError: ")
+    asked = f"Memory ran out at step 3: tried to allocate {4 * 2**50} bytes."
+    assert page.texts("findings", "h3")[0] == asked
     assert page.texts("findings", "pre")[0] == "Trainer(callbacks=[lo.MicroBatching('auto')])"
     assert any("out of memory" in text for text in page.texts("pictures", "text"))
 
@@ -248,21 +250,37 @@ def test_page_is_written_during_the_run(tmp_path, monkeypatch):
 
     fit(tmp_path, lo.RunReport(), Reads(), max_steps=3)
     starts = [sentence.partition(" steps")[0] for sentence in sentences]
-    assert starts == ["Running after 1", "Running after 2", "Running after 3"]
+    assert starts == ["Running after 0", "Running after 1", "Running after 2"]
     assert not (tmp_path / "report.html.new").exists()
 
 
-def test_failing_page_warns_and_the_run_goes_on(tmp_path):
+def test_failing_page_warns_once_and_training_continues(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(run_report, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(run_report, "MAX_SHARE", 1e9)
     blocked = tmp_path / "file"
     blocked.touch()
     alone, model = SmallNet(), SmallNet()
-    fit(tmp_path, model=alone)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(blocked / "folder", lo.RunReport(), model=model)
-    messages = [str(warning.message) for warning in caught]
-    assert sum(message.startswith("RunReport could not write") for message in messages) == 1
+    fit(tmp_path, model=alone, max_steps=3)
+    fit(blocked / "folder", lo.RunReport(), model=model, max_steps=3)
+    (message,) = [m for m in caplog.messages if m.startswith("RunReport could not write")]
+    assert "Training continues." in message
     assert_same_weights(model, alone)
+
+
+def test_page_names_the_callback_that_stopped_the_run(tmp_path):
+    fit(tmp_path, lo.RunReport(), Timer({"seconds": 0}))
+    assert read(tmp_path).sentence.startswith("Stopped by Timer after 1 steps in ")
+
+
+def test_exception_before_the_first_step_writes_the_page(tmp_path):
+    class Fails(SmallNet):
+        def validation_step(self, *args: Any) -> Any:
+            raise ArithmeticError("planted")
+
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, lo.RunReport(), model=Fails(), num_sanity_val_steps=1)
+    sentence = read(tmp_path).sentence
+    assert sentence.startswith("Stopped by ArithmeticError: planted after 0 steps in ")
 
 
 def test_failing_report_becomes_a_row(tmp_path):
@@ -288,7 +306,7 @@ def test_resumed_run_continues_the_curve(tmp_path):
     assert {step: losses[step] for step in first.state_dict()["sums"]["loss"]} == (
         first.state_dict()["sums"]["loss"]
     )
-    assert " after 24 steps (from 12) and " in read(tmp_path / "2").sentence
+    assert " after 24 steps (resumed at 12) in " in read(tmp_path / "2").sentence
 
 
 # --- what is measured ---------------------------------------------------------------------------
@@ -332,23 +350,51 @@ def test_measuring_keeps_the_profiler_of_the_trainer(tmp_path):
     assert [title for title in titles if title.startswith("StepProfiler: fit")]
 
 
+class OneBadBatch(SmallNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        return {"loss": outputs["loss"] * (1e6 if batch_idx == 7 else 1.0)}
+
+
+def test_jump_of_the_loss_is_a_finding_unless_a_guard_skips_it(tmp_path):
+    fit(tmp_path, lo.RunReport(), model=OneBadBatch(lr=1e-9))
+    page = read(tmp_path)
+    finding = page.texts("findings", "h3")[0]
+    assert re.match(r"Jumps of the loss: 1, the last to .*e\+0\d at step 7, from about ", finding)
+    assert page.texts("findings", "pre")[0] == "Trainer(callbacks=[lo.NonFiniteGuard(spike=8)])"
+    fit(tmp_path, lo.RunReport(), lo.NonFiniteGuard(spike=8), model=OneBadBatch(lr=1e-9))
+    assert "Jumps of the loss" not in read(tmp_path).texts("findings", "h3")[0]
+
+
+def test_losses_around_0_are_no_jumps():
+    report = lo.RunReport()
+    for step, value in enumerate(torch.randn(240, generator=torch.Generator().manual_seed(0))):
+        report._history.add("loss", step, value.item())
+    assert report.diagnose() == []
+
+
 def test_page_names_what_was_not_measured(tmp_path):
     fit(tmp_path, lo.RunReport())
     hints = read(tmp_path).texts("pictures", "li")
     assert "Are the gradients healthy? GradientHealth() checks every layer." in hints
+    assert "The picture 'Memory' needs MemoryProfiler()." in hints
+    assert "The picture 'Gradient RMS by layer' needs GradientHealth()." in hints
     fit(tmp_path, lo.RunReport(), lo.GradientHealth(every_n_steps=2))
     hints = read(tmp_path).texts("pictures", "li")
     assert not [hint for hint in hints if "GradientHealth" in hint]
 
 
 def test_setup_lists_what_differs_from_defaults(tmp_path):
-    fit(tmp_path, lo.RunReport(measure=True), lo.NonFiniteGuard(spike=7.0), gradient_clip_val=0.5)
+    given = {"gradient_clip_val": 0.5, "max_epochs": 2, "limit_val_batches": 1}
+    fit(tmp_path, lo.RunReport(measure=True), lo.NonFiniteGuard(spike=7.0), **given)
     cells = read(tmp_path).texts("setup", "td")
     settings = dict(zip(cells[::2], cells[1::2], strict=True))
     assert settings["RunReport"] == "measure=True"
     assert settings["NonFiniteGuard"] == "spike=7.0"
-    assert "gradient_clip_val=0.5" in settings["Trainer"]
-    assert "limit_train_batches" not in settings["Trainer"]
+    for name, value in given.items():
+        assert f"{name}={value}" in settings["Trainer"]
+    for default in ("limit_train_batches", "min_epochs", "precision"):
+        assert default not in settings["Trainer"]
     assert torch.__version__ in settings["machine"]
 
 
@@ -424,6 +470,33 @@ def test_phases_are_grouped_and_shares_add_up():
     series["time/step_ms"] = [(10, 10.0), (20, 10.0)]
     labels = legend_of(draw("Where a step's time goes", Data(series), 10.4))
     assert labels == ["data 30%", "forward 20%", "callbacks 20%", "Lightning 30%"]
+
+
+@pytest.mark.parametrize("spikes", [{50}, {50, 51}, range(0, 100, 20)])
+def test_short_spikes_leave_the_range_of_the_axis(spikes):
+    points = [(step, 1e12 if step in spikes else 2.0 + step / 100) for step in range(1, 101)]
+    (axes, _) = draw("Loss and gradient norm", Data({"loss": points, "clip/norm": points}), 10).axes
+    low, high = axes.get_ylim()
+    assert low <= 2.0
+    assert 3.0 < high < 10.0
+    assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) >= 3
+    assert axes.get_legend().get_texts()[0].get_text() == "loss, up to 1e+12"
+
+
+@pytest.mark.parametrize("decades", [2, 5, 12, 30])
+def test_axis_of_many_decades_is_labelled(decades):
+    points = [(step, 10.0 ** (-step * decades / 100)) for step in range(100)]
+    axes = draw("Loss and gradient norm", Data({"loss": points}), 10.4).axes[0]
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log"
+    assert 3 <= len([tick for tick in axes.get_yticks() if low <= tick <= high]) <= 8
+
+
+def test_time_axis_is_the_run_in_every_picture():
+    series = {"loss": [(0, 1.0), (500, 1.0)], "accumulation/batches": [(3, 2.0)]}
+    for title in ("Loss and gradient norm", "Batch sizes and communication"):
+        axes = draw(title, Data(series, [(510, "out of memory")]), 10.4).axes[-1]
+        assert axes.get_xlim() == pytest.approx((-5.1, 515.1))
 
 
 def test_events_are_counted_in_the_legend():
