@@ -1,4 +1,4 @@
-"""Measures optimisations on a user's model and data, and returns those that pay."""
+"""Measures optimisations on a user's model and data, and returns the best combination."""
 
 from __future__ import annotations
 
@@ -27,46 +27,47 @@ def autotune(
     timeout: float | None = None,
     progress: bool = True,
 ) -> TuneResult:
-    """Find the optimisations that pay for a model on this machine, by trying them.
+    """Find the best combination of optimisations for a model on this machine, by trying them.
 
-    Each trial is a run in a process of its own, on batches of your data, that takes turns with your
-    unmodified baseline. Switches that gain alone are combined, switches that interact are tried in
-    pairs, and switches that add nothing are dropped. A trial that runs out of memory, hangs, dies
-    or raises is reported as such, and the others continue.
+    Each optimisation is a switch: an addition to the Trainer's arguments. Each trial is a training
+    with some switches on, in its own process and on batches of your data. It takes turns with the
+    baseline, which is your unmodified training. Switches that gain alone are combined, and switches
+    that add nothing to the combination are dropped. If a trial runs out of memory, hangs, dies or
+    raises, the result says so and the search continues.
 
-    A gain counts only if the run still learns the same: from equal weights and batches its first
-    gradients must point in the baseline's directions, parameter by parameter; then its weights must
-    move about as far and its losses stay near.
+    A trial is rejected if it does not learn the same. From equal weights and batches, its first
+    gradients must have the baseline's directions, parameter by parameter. Then its weights must
+    move about as far, and its losses must stay near the baseline's.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
         data: The same for a LightningDataModule or an iterable of batches such as a DataLoader.
-        objective: ``"throughput"`` minimises the time of a step; ``"memory"`` the peak within
-            ``max_slowdown``, to fit the largest model; ``"batch"`` does the same, and then searches
-            the largest batch, with the answer and without.
+        objective: ``"throughput"`` minimises the time of a step. ``"memory"`` minimises peak
+            memory, to fit a larger model. ``"batch"`` does the same, and then finds the largest
+            batch with and without the chosen switches.
         budget: Time for the search after the baseline is measured: seconds, or a text such as
             ``"90s"``, ``"10m"``, ``"1h"``.
-        candidates: None for the tuner's switches for the objective. A list is exact: names of the
-            tuner's switches, and mappings from own names to Trainer arguments. A mapping changes
-            the default choice: from a name to arguments for an own switch, to True for a switch
-            that is not tried by default, to None to exclude one.
-        base: Trainer arguments of the baseline, all trials and the answer.
-        max_slowdown: For ``"memory"`` and ``"batch"``: the allowed time of a step, as a multiple of
+        candidates: The switches to try; None for the tuner's own for the objective. A list replaces
+            them: it contains names of the tuner's switches, and mappings from new names to Trainer
+            arguments. A mapping changes them: a name with Trainer arguments adds a switch, a name
+            with True adds one of the tuner's for another objective, a name with None removes one.
+        base: Trainer arguments of the baseline and of all trials.
+        max_slowdown: For ``"memory"`` and ``"batch"``: the maximum time of a step, as a multiple of
             the baseline's.
-        min_gain: The least share that each switch of the answer must gain.
-        timeout: Seconds that a trial may take to start, or for one turn; by default a quarter of
-            the budget, from 30 to 300, but at least four times the baseline's start.
+        min_gain: Minimum gain of each chosen switch, as a share.
+        timeout: Maximum seconds for the start of a trial and for each of its turns. By default a
+            quarter of the budget, between 30 and 300, but at least four times the baseline's start.
         progress: Whether to print the trials to standard error.
 
     Returns:
-        The answer, with a table of all trials, an explanation, and the settings as
-        Trainer arguments, Python, YAML and JSON.
+        The chosen switches, a table of all trials, an explanation, and the settings as Trainer
+        arguments, Python, YAML and JSON.
 
     Raises:
-        FitFailed: If the baseline itself cannot run.
+        FitFailed: If the baseline fails. Its traceback includes that of the training.
         TypeError: If model, data or base are not factories.
-        ValueError: For impossible arguments.
+        ValueError: For invalid arguments.
 
     Example:
         >>> result = lo.autotune(make_model, make_data, budget="2m")  # doctest: +SKIP
@@ -92,7 +93,7 @@ def autotune(
 
 
 def parse_budget(budget: str | float) -> float:
-    """Return the seconds of ``90``, ``"90s"``, ``"1.5m"`` or ``"1h"``."""
+    """Convert a budget such as ``90``, ``"90s"``, ``"1.5m"`` or ``"1h"`` to seconds."""
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|m|min|h|)\s*", budget)
         if not match or float(match[1]) <= 0:

@@ -1,4 +1,4 @@
-"""The baseline: the user's unmodified run, with which all trials are compared."""
+"""The baseline: the user's unmodified training, with which all trials are compared."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MAX_STEPS_PER_BLOCK = 200
 """Maximum number of steps per block."""
 
 NOISE_STEPS = 16
-"""Steps of the run with other random numbers, which estimates the noise of the losses."""
+"""Steps of the run with different random numbers, which measures the noise of the losses."""
 
 GRACE_SECONDS = 2.0
 """Seconds that a trial may continue after the budget has ended."""
 
 
 class Run:
-    """A training process, and the file to which its TrialWatch writes observations."""
+    """A training process, and the file into which its TrialWatch writes observations."""
 
     def __init__(self, process: TrainingProcess, file: Path) -> None:
         self._process, self._file = process, file
@@ -37,7 +37,7 @@ class Run:
 
         Raises:
             FitFailed: If the run fails.
-            TimeIsUp: If it does not respond until the deadline.
+            TimeIsUp: If it does not respond before the deadline.
         """
         seconds_left = max(GRACE_SECONDS, deadline - time.monotonic())
         self._process.timeout = min(self._timeout, seconds_left)
@@ -65,7 +65,7 @@ class Run:
 
 
 StartRun = Callable[[Switches, str], Run]
-"""Starts the process of a configuration, for a role; see ``Tuning.start``."""
+"""Starts the process of a configuration in a role; see ``Tuning.start``."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Baseline:
 
     Args:
         start: Starts a process.
-        block_seconds: Approximate duration of a block of steps.
+        block_seconds: Approximate duration of a block, the steps in one round of a trial.
 
     Attributes:
         startup: Seconds until the end of the first step.
@@ -94,16 +94,12 @@ class Baseline:
     _reference_runs: dict[str, Observations] = field(default_factory=dict)
 
     @property
-    def running(self) -> bool:
-        return self._run is not None
-
-    @property
     def step_seconds(self) -> float:
         return statistics.median(self.turn_seconds)
 
     @property
     def observations(self) -> Observations:
-        """The observations of the run that has taken the most steps."""
+        """The observations of the process that has taken the most steps."""
         current = self._earlier if self._run is None else self._run.observations
         return max(self._earlier, current, key=lambda one: len(one.losses))
 
@@ -129,14 +125,14 @@ class Baseline:
             raise
 
     def take_turn(self, steps: int) -> float:
-        """Return the mean seconds of ``steps`` steps; of earlier turns if it is not running."""
+        """Take steps and return their mean seconds; those of earlier turns if it is not running."""
         if self._run is None:
             return self.step_seconds
         self.turn_seconds.append(statistics.fmean(self._advance(steps)))
         return self.turn_seconds[-1]
 
     def peak_after(self, steps: int) -> int:
-        """Return the peak after ``steps`` steps, or after the next larger number recorded."""
+        """Return the peak bytes after ``steps`` steps, or the next later record."""
         counts = [count for count in self.peaks if count >= steps]
         return self.peaks[min(counts, default=max(self.peaks))]
 
@@ -144,27 +140,27 @@ class Baseline:
         """Return the observations of the first steps of a reference run; each role runs once.
 
         Args:
-            role: ``"noise"``: the model draws other random numbers. ``"float32"``: eager float32;
-                a baseline that trains in it is its own reference.
+            role: ``"noise"``: different random numbers. ``"float32"``: eager float32. The baseline
+                itself is used if it trains in eager float32.
         """
         if role == "float32" and self.observations.facts.eager_float32:
             return self.observations
         if role not in self._reference_runs:
             observed = self._observe(role)
-            if observed is None and self.running:
+            if observed is None and self._run is not None:
                 self.close()  # both runs may not fit in memory
                 observed = self._observe(role)
             if observed is None:
                 observed = self.observations
                 logging.getLogger(__name__).warning(
-                    "A run of the baseline (%s) failed, so its own gradients are used instead.",
+                    "The reference run %r failed, so trials are compared with the baseline itself.",
                     role,
                 )
             self._reference_runs[role] = observed
         return self._reference_runs[role]
 
     def _observe(self, role: str) -> Observations | None:
-        """Return the observations of a short run of the baseline; None if it fails."""
+        """Run the baseline for some steps; return its observations, or None if it fails."""
         run = self.start((), role)
         try:
             run.advance(NOISE_STEPS if role == "noise" else COMPARED_UPDATES)

@@ -1,4 +1,4 @@
-"""Facts about the model and the machine, including the seconds of a step by group of phases."""
+"""Facts about the model and the machine, including how a step divides into groups of phases."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PHASE_GROUPS = {
     CALLBACKS: (phases.HOOKS, phases.LOGGING),
 }
 MEASUREMENT_PHASES = (f"{phases.CALLBACK}StepGate", f"{phases.CALLBACK}TrialWatch")
-"""Phases of callbacks that only trials have; they are not counted."""
+"""Phases of the callbacks that the tuner adds. They are not counted."""
 
 DATA_BOUND_SHARE = 0.5
-"""A step that waits for data for more than this share of its time is data-bound."""
+"""Training is data-bound if it waits for data for more than this share of a step."""
 
 OVERHEAD = "Lightning and callbacks"
 BOTTLENECKS = {
@@ -42,23 +42,23 @@ class Facts:
     """Facts measured in the process of the baseline.
 
     Attributes:
-        package: ``"lightning"`` or ``"pytorch_lightning"``, of which the model is.
+        package: The package of the model's base class, ``"lightning"`` or ``"pytorch_lightning"``.
         device: ``"cpu"``, ``"cuda"`` or another type of device.
-        why_no_bf16: Why the device is not fast in bfloat16; empty if it is.
+        why_no_bf16: The reason why bfloat16 is not fast on the device; empty if it is fast.
         threads: Number of threads that torch uses.
         cpus: Number of CPUs that this process may use.
         blocks: Number of repeated blocks in the model.
-        convolutions: Number of convolutions over two or three dimensions.
+        convolutions: Number of 2D and 3D convolutions.
         fused: Whether all optimizers are fused already.
         automatic_optimization: Whether the module uses automatic optimization.
         samples: Number of samples in a batch.
-        uses_dataloader: Whether the data come from a ``torch.utils.data.DataLoader``.
+        uses_dataloader: Whether the data comes from a ``torch.utils.data.DataLoader``.
         workers: Number of workers of that loader.
         eager_float32: Whether the model trains in float32 without compiled parts.
-        seconds_by_group: Seconds of a step by group of phases; empty if unknown.
-        busy: Share of the CPUs' time that the process uses.
+        seconds_by_group: Seconds of a step by group of phases; empty if not measured.
+        busy: Share of all CPUs' time that the process uses.
         free_bytes: Bytes of free memory.
-        steady: Whether the profiled steps came after the loaders' queues had settled.
+        steady: Whether the profile was taken after the queues of loaders had filled or emptied.
     """
 
     package: str = "lightning"
@@ -96,12 +96,12 @@ class Facts:
 def seconds_by_group(
     clock: PhaseClock, phase_seconds: Mapping[int, float], steps: int
 ) -> dict[str, float]:
-    """Return the seconds of a step by group of phases.
+    """Divide the seconds of a step into groups of phases.
 
     On a GPU: the device's time, plus the host's time during which the device is idle.
 
     Args:
-        clock: The profiler's clock, for the names of phases and the device's times.
+        clock: The profiler's clock, which has the names of phases and the device's times.
         phase_seconds: Seconds of each phase in ``steps`` steps.
         steps: The number of steps.
     """

@@ -1,10 +1,10 @@
-"""Checks that a faster run learns the same as the baseline.
+"""Checks that a trial learns the same as the baseline.
 
 All runs start from equal weights and see equal batches. The first gradients must equal those of
-eager float32 up to rounding, in direction and length, parameter by parameter. Then the weights must
-move about as far as the baseline's and the losses must stay near, which also catches faults of the
-optimizer and faults that appear later. For models with random numbers (dropout), a run of the
-baseline with other random numbers sets the tolerance of gradients and losses.
+eager float32 up to rounding, parameter by parameter, in direction and length. Then the weights must
+move about as far as the baseline's, and the losses must stay near. This also finds faults of the
+optimizer and faults that appear later. If the model draws random numbers (dropout), the tolerance
+of gradients and losses is measured by a run of the baseline with different ones.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ Gradients = Mapping[str, Tensor]
 """Sampled elements of each parameter's gradient, by the parameter's name."""
 
 MIN_COSINE = 0.7
-"""Cosine below which two gradients of a parameter differ. Rounding to bfloat16 leaves 0.95, even if
-most of the sum cancels out; an unrelated gradient has 0, one of the wrong sign -1."""
+"""Minimum cosine between two gradients of a parameter. It is 0.95 after rounding to bfloat16, even
+if most of the sum cancels out. It is 0 for an unrelated gradient, and -1 for a negated one."""
 
 MAX_LENGTH_RATIO = 1.5
 """Maximum ratio between the lengths of two gradients of a parameter."""
 
 MAX_CANCELLATION_ERROR = 0.02
-"""Allowed error of a gradient, as a share of the largest gradient of its module, both as root mean
-square per element. The gradient of a bias before a normalisation consists of rounding errors."""
+"""Allowed error of a gradient as a share of the largest gradient of its module, both as root mean
+squares. For example, the gradient of a bias before a normalisation consists of rounding errors."""
 
 MAX_DISTANCE_STEPS = 64
 """Maximum number of steps after which the distances of the weights are compared."""
 
 MAX_DISTANCE_RATIO = 4.0
 """Maximum ratio between the distances that the weights of two runs have moved. It is large because
-Adam divides by the gradient's size, so that rounding errors become steps, and because a loss scaler
-skips steps."""
+Adam normalises gradients, which turns rounding errors into steps, and a loss scaler skips steps."""
 
 MAX_LOSS_SHARE = 2e-2
 """Allowed difference in loss, as a share of the loss."""
@@ -55,16 +54,16 @@ MAX_NOISE_ERRORS = 4.0
 def judge(
     candidate: Observations, baseline: Observations, reference_run: Callable[[str], Observations]
 ) -> tuple[float | None, str]:
-    """Judge whether a candidate learns the same as the baseline.
+    """Check whether a trial learns the same as the baseline.
 
     Args:
-        candidate: The observations of the candidate.
+        candidate: The observations of the trial.
         baseline: The observations of the baseline.
         reference_run: Returns the observations of another run of the baseline: ``"float32"`` for
-            eager float32, ``"noise"`` for other random numbers in the model (only if needed).
+            eager float32, ``"noise"`` for different random numbers (only if needed).
 
     Returns:
-        The cosine from :func:`compare_gradients`, and the first difference; empty if there is none.
+        The cosine from :func:`compare_gradients`, and a sentence about the first difference, or "".
     """
     exact = reference_run("float32").gradients
     agreement, why = compare_gradients(candidate.gradients, exact)
@@ -84,15 +83,15 @@ def compare_gradients(
     """Compare the gradients of the first steps.
 
     Args:
-        candidate: Gradients of the candidate, one mapping per update.
+        candidate: Gradients of the trial, one mapping per update.
         reference: Gradients in eager float32, on the same batches.
-        noise: Gradients of the baseline on the same batches, with other random numbers.
+        noise: Gradients of the baseline on the same batches, with different random numbers.
 
     Returns:
-        The smallest cosine of a parameter (None if nothing was compared), and the first difference;
-        empty if there is none. Each parameter is compared at its first update with a finite,
-        non-zero gradient. That is usually the first, where the weights are equal, but not behind a
-        layer initialised with zeros, or while a loss scale is too large.
+        The smallest cosine of a parameter (None if nothing was compared), and the first difference,
+        or "". Each parameter is compared at its first update with a finite, non-zero gradient. That
+        is the first update, where the weights are equal, unless the parameter is behind a layer
+        initialised with zeros or the loss scale is still too large.
     """
     least: float | None = None
     compared: set[str] = set()
@@ -121,16 +120,16 @@ def compare_gradients(
 
 
 def _gradient_difference(name: str, values: Tensor, target: Tensor, noisy: Tensor | None) -> str:
-    """Return how a gradient differs from that of eager float32 by more than the noise, or ""."""
+    """Describe a difference from eager float32 that exceeds the noise, or return ""."""
     if not values.any():
-        return f"{name} gets no gradient, and the baseline trains it"
+        return f"{name} has no gradient, but the baseline trains it"
     cosine, length = _cosine_and_length(values, target)
     noisy = torch.zeros_like(target) if noisy is None else noisy
     noise_cosine, noise_length = _cosine_and_length(noisy, target)
     uncertainty = 2 / math.sqrt(len(target))  # the cosine of few elements is uncertain
     if cosine < MIN_COSINE * noise_cosine - uncertainty:
         return (
-            f"the gradient of {name} points elsewhere than that of eager float32 from equal "
+            f"the gradient of {name} has another direction than in eager float32, from equal "
             f"weights and batches (cosine {cosine:.2f})"
         )
     inverse = 1 / noise_length if noise_length else math.inf
@@ -138,25 +137,25 @@ def _gradient_difference(name: str, values: Tensor, target: Tensor, noisy: Tenso
     if 1 / allowed <= length <= allowed:
         return ""
     return (
-        f"the gradient of {name} is {length:.3g} times as long as that of eager float32, from "
-        "equal weights and batches"
+        f"the gradient of {name} is {length:.3g} times as long as in eager float32, from equal "
+        "weights and batches"
     )
 
 
 def _size(values: Tensor) -> float:
-    """Return the root mean square."""
+    """Compute the root mean square."""
     return float(values.double().square().mean().sqrt())
 
 
 def _cosine_and_length(candidate: Tensor, reference: Tensor) -> tuple[float, float]:
-    """Return the cosine between two gradients, and the ratio of their lengths."""
+    """Compute the cosine between two gradients, and the ratio of their lengths."""
     candidate, reference = candidate.double(), reference.double()
     length, unit = float(candidate.norm()), float(reference.norm())
     return float(candidate @ reference) / (length * unit) if length * unit else 0.0, length / unit
 
 
 def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
-    """Return how the distances of the weights from their start differ, or "".
+    """Describe a difference between the distances that weights have moved, or return "".
 
     Args:
         candidate: The distance of each parameter, by the number of steps.
@@ -184,21 +183,22 @@ def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]
 def compare_losses(
     candidate: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
 ) -> str:
-    """Return how the losses differ, or "".
+    """Describe a difference between the losses, or return "".
 
-    The mean over the last third of the common steps may differ by a share of the loss, a share of
-    the baseline's progress, the noise of the batches, or the randomness of the model.
+    The mean over the last third of the common steps may differ by the largest of a share of the
+    loss, a share of the baseline's progress, the noise between batches, and the randomness of the
+    model.
 
     Args:
-        candidate: Losses of the candidate.
+        candidate: Losses of the trial.
         reference: Losses of the baseline.
-        noise: Losses of the baseline on the same batches, with other random numbers.
+        noise: Losses of the baseline on the same batches, with different random numbers.
     """
     steps = min(len(candidate), len(reference))
     for step, (loss, baseline) in enumerate(zip(candidate, reference, strict=False)):
         if not math.isfinite(loss):
             finite = math.isfinite(baseline)
-            return f"its loss is {loss} at step {step}, and the baseline's is not" if finite else ""
+            return f"its loss is {loss} at step {step}, the baseline's is finite" if finite else ""
     if not steps or not all(map(math.isfinite, reference[:steps])):
         return ""
     last = max(1, steps // 3)

@@ -1,7 +1,4 @@
-"""A callback that records facts about a run, its first gradients and how far its weights move.
-
-It runs in the process of a trial and writes a file, which the tuner reads.
-"""
+"""A callback in the process of a trial, which writes observations into a file for the tuner."""
 
 from __future__ import annotations
 
@@ -32,24 +29,24 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MAX_ELEMENTS = 4096
-"""Approximate number of evenly spaced elements recorded of each parameter."""
+"""Approximate number of elements recorded per parameter. They are evenly spaced."""
 
 COMPARED_UPDATES = 4
 """Number of updates of each optimizer whose gradients are recorded."""
 
 MAX_PROFILED_STEPS, PROFILED_SECONDS = 64, 2.0
-"""Profiling ends after 64 steps, or after 2 seconds and at least 8 steps: by then the loaders'
-queues are empty or full."""
+"""Profiling ends after 64 steps, or after 2 seconds and at least 8 steps. By then the queues of the
+loaders are empty or full."""
 
 
 @dataclass
 class Observations:
-    """The records of a TrialWatch, and the losses of the same run.
+    """The records of a TrialWatch, and the losses of its run.
 
     Attributes:
         facts: Facts about the model and the machine.
-        gradients: Sampled elements of the first gradients by parameter, one mapping per update.
-        moved: Distance of each parameter from its initial value, by the number of steps.
+        gradients: For each of the first updates, sampled elements of each parameter's gradient.
+        moved: By the number of steps, the distance of each parameter from its initial value.
         losses: The loss of each step.
     """
 
@@ -60,7 +57,7 @@ class Observations:
 
     @classmethod
     def read(cls, file: Path, losses: Sequence[float] = ()) -> Observations:
-        """Read a file of a TrialWatch; return empty observations if there is none yet."""
+        """Read a file of a TrialWatch. Without a file the observations are empty."""
         if not file.exists():
             return cls()
         content = torch.load(file, weights_only=True)
@@ -70,12 +67,12 @@ class Observations:
 class TrialWatch(BaseCallback):
     """Records facts about a run, its first gradients and how far its weights move.
 
-    If the Trainer has a StepProfiler, its times of the first steps are recorded too, until the
-    loaders' queues have settled. Then the profiler is removed.
+    If the Trainer has a StepProfiler, its profile of the first steps is recorded too, and then the
+    profiler is removed.
 
     Args:
-        file: The file to write, after 2, 4, 8, 16, ... steps.
-        reseed: Changes the model's random numbers from the first batch on, unless it is 0.
+        file: The file, written by rank 0 after 2, 4, 8, 16, ... steps.
+        reseed: Added to the random seed at the first batch.
     """
 
     def __init__(self, file: str = "watch.pt", reseed: int = 0) -> None:
@@ -143,7 +140,7 @@ class TrialWatch(BaseCallback):
                 self._write()
 
     def _record_profile(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
-        """Record the seconds of a step by group; remove the profiler when queues have settled."""
+        """Record the profile so far, and remove the profiler after enough steps."""
         clock = profiler.measures("fit").clock
         seconds = time.perf_counter() - self._started
         is_long = self._batches >= MAX_PROFILED_STEPS or seconds > PROFILED_SECONDS
@@ -168,7 +165,7 @@ class TrialWatch(BaseCallback):
         content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
         unfinished = self._file.with_suffix(".unfinished")
         torch.save(content, unfinished)
-        unfinished.replace(self._file)  # the reader never sees half a file
+        unfinished.replace(self._file)  # the tuner never reads half a file
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -176,7 +173,7 @@ def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _sample(values: Tensor) -> Tensor:
-    """Copy evenly spaced elements to the CPU."""
+    """Copy evenly spaced elements of this process's part to the CPU."""
     local = local_part(values.detach())
     flat = (local.to_dense() if local.is_sparse else local).flatten()
     return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().clone()

@@ -25,17 +25,17 @@ REMEDIES = {
 
 @dataclass(repr=False, eq=False)
 class TuneResult:
-    """The answer of :func:`~lightning_opt.autotune`, with all its trials.
+    """The result of :func:`~lightning_opt.autotune`: the best configuration, and all trials.
 
     Attributes:
         objective: ``"throughput"``, ``"memory"`` or ``"batch"``.
-        space: The switches that could be tried.
+        space: The search space, with the switches that were tried.
         trials: All trials, the baseline first.
-        switches: The switches of the answer; empty if nothing should change.
+        switches: The switches to turn on; empty if nothing should change.
         complete: Whether the search ended before its budget did.
-        facts: Machine and versions.
+        facts: The machine and versions.
         seconds: Duration of the search.
-        batches: Samples of the largest batches found, by the switches that were on.
+        batches: The samples in the largest batch, without switches and with the best ones.
     """
 
     objective: str
@@ -49,22 +49,22 @@ class TuneResult:
 
     @property
     def best(self) -> Trial:
-        """The trial of the answer; the baseline's if nothing is better."""
+        """The trial of the best configuration; the baseline's if nothing is better."""
         return next(trial for trial in self.trials if trial.switches == self.switches)
 
     @property
     def improved(self) -> bool:
-        """Whether the answer changes anything."""
+        """Whether there is a better configuration than the baseline."""
         return bool(self.switches)
 
     @property
     def table(self) -> Report:
-        """Every trial: the answer first, then by verdict and time.
+        """All trials, the best configuration first, then by verdict and time.
 
         ============= ==========================================================================
-        ``time``      of a step, as a share of the baseline's, with its interval at 90%
-        ``memory``    peak, as a share of the baseline's
-        ``gradient``  cosine to the baseline's, of the parameter in which they differ most
+        ``time``      of a step, as a share of the baseline's, with its 90% interval
+        ``memory``    peak memory, as a share of the baseline's
+        ``gradient``  the smallest cosine between a parameter's gradient and the baseline's
         ``start s``   seconds of the first step minus those of a later one
         ============= ==========================================================================
         """
@@ -92,7 +92,7 @@ class TuneResult:
             "peak MiB": _rounded(None if trial.peak is None else trial.peak / MIB, 1),
             "gradient": _rounded(trial.agreement, 4),
             "start s": _rounded(trial.startup, 1),
-            "verdict": "the answer" if trial is self.best else trial.verdict,
+            "verdict": "best" if trial is self.best else trial.verdict,
             "why": trial.why,
         }
 
@@ -100,80 +100,81 @@ class TuneResult:
         machine = ", ".join(f"{name} {value}" for name, value in self.facts.items())
         cpu_note = "On a CPU freed tensors may stay resident: recomputing can save more than shown."
         return [
-            "time, memory: shares of the baseline's; the interval is at 90%. gradient: cosine to "
-            "the baseline's from equal weights and batches, of the parameter that differs most.",
-            f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {machine}.",
+            "time, memory: shares of the baseline's, with the 90% interval of the time. gradient: "
+            "the smallest cosine between a parameter's gradient and the baseline's.",
+            f"{len(self.trials) - 1} trials in {self.seconds:.0f} s; {machine}.",
             *[cpu_note] * (self.objective != "throughput" and self.facts.get("device") == "cpu"),
         ]
 
     def explain(self) -> str:
-        """Return paragraphs, one per line: the answer first, then its reasons and the trials."""
+        """Explain the result in lines of text: the best configuration first, then the trials."""
         space, best, objective = self.space, self.best, self.objective
         tried = [trial for trial in self.trials if trial.switches]
-        lines = [_answer(objective, best, bool(tried))]
+        lines = [_headline(objective, best, bool(tried))]
         if best.switches:
             lines += [f"{name}: {space.switches[name].about}" for name in best.switches]
             if best.startup and best.startup > 1:
                 lines.append(f"The first step takes {best.startup:.0f} s longer than a later one.")
         for trial in tried:
             if trial.verdict == "rejected":
-                lines.append(f"Rejected, since it changes the result: {trial.name}; {trial.why}.")
+                lines.append(f"Rejected: {trial.name} does not learn the same; {trial.why}.")
             elif trial.failed:
                 lines.append(f"Failed ({trial.verdict}): {trial.name}. {trial.why}")
-            elif objective == "throughput" and trial is not best and _is_undecided(trial):
+            elif objective == "throughput" and trial is not best and trial.undecided:
+                ratio, low, high = trial.interval
                 lines.append(
-                    f"Undecided: {trial.name} takes {trial.ratio:.2f} of the time (from "
-                    f"{trial.low:.2f} to {trial.high:.2f})."
+                    f"Undecided: {trial.name} takes {ratio:.2f} times as long as the baseline "
+                    f"(between {low:.2f} and {high:.2f})."
                 )
         if space.left_out:
             reasons = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
             lines.append(f"Not tried: {reasons}.")
         lines.append(self._how_to_gain_more())
         if not self.complete:
-            lines.append("The budget ended before the search did; a longer one may find more.")
+            lines.append("The budget ended before the search. A larger budget may find more.")
         return "\n".join(filter(None, lines))
 
     def _how_to_gain_more(self) -> str:
         best, facts = self.best, self.space.facts
         if self.batches:
             sizes = [
-                f"{size} {'with ' + ' + '.join(names) if names else 'as it is'}"
+                f"{size} with {' + '.join(names) or 'no changes'}"
                 for names, size in self.batches.items()
             ]
-            return f"Largest batch, tried: {', '.join(sizes)}."
+            return f"Largest batch that fits: {', '.join(sizes)}."
         if self.objective == "memory" and best.switches and best.peak_ratio:
             larger = 1 / best.peak_ratio
-            return f"Largest model: by the peak about {larger:.2g} times as large as without."
+            return f"Estimated by the peaks, a model {larger:.2g} times as large will fit."
         if self.objective == "throughput" and facts.seconds_by_group:
             part, share = facts.bottleneck
             remedy = "a faster device, or more of them"
             if facts.device != "cuda" or facts.why_no_bf16:
                 remedy = "a GPU with bf16"
             remedy = REMEDIES.get(part, remedy)
-            return f"More would take {remedy}: {part} takes {share:.0%} of a step."
+            return f"To gain more, you need {remedy}: {part} takes {share:.0%} of a step."
         return ""
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
-        """Return the arguments for ``Trainer(**...)``, base included, with new callbacks each time.
+        """Return the arguments for ``Trainer(**...)``, including the base's, with new callbacks.
 
         Args:
-            more: Further arguments. ``callbacks`` and ``plugins`` are added, others replace.
+            more: Further arguments. ``callbacks`` and ``plugins`` are added, others replaced.
         """
         settings = as_mapping(self.space.settings(self.switches, more))
         return {name: instantiate(value) for name, value in settings.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The Trainer's arguments, base included, as plain values.
+        """The Trainer's arguments, including the base's, as plain values.
 
         Raises:
             ValueError: If they contain objects or functions.
         """
         if not self.space.is_serializable(self.switches):
             raise ValueError(
-                "The settings contain objects or functions, which cannot be written down. In base "
-                "and candidates describe them instead: {'class_path': 'package.module.Class', "
-                "'init_args': {...}}. trainer_kwargs() works without that."
+                "The settings contain objects or functions, which cannot be written as text. In "
+                "base and candidates, write {'class_path': 'package.module.Class', 'init_args': "
+                "{...}} instead, or use trainer_kwargs()."
             )
         return dict(as_mapping(self.space.settings(self.switches)))
 
@@ -181,7 +182,7 @@ class TuneResult:
         """Return a configuration for LightningCLI, ``--config trainer.yaml``.
 
         Raises:
-            ValueError: If the settings cannot be written down.
+            ValueError: If the settings cannot be written as text.
         """
         return to_yaml(self.settings, self._headline())
 
@@ -189,7 +190,7 @@ class TuneResult:
         """Return Python that makes the Trainer.
 
         Raises:
-            ValueError: If the settings cannot be written down.
+            ValueError: If the settings cannot be written as text.
         """
         return self._as_python(self.settings, self._headline())
 
@@ -197,10 +198,10 @@ class TuneResult:
         return to_python(settings, head, self.space.facts.package)
 
     def diff(self) -> str:
-        """Return the change of the Trainer's call, as Python and as YAML; empty if none.
+        """Return the changed Trainer arguments as diffs of Python and YAML; empty if none.
 
         Raises:
-            ValueError: If the settings cannot be written down.
+            ValueError: If the settings cannot be written as text.
         """
         before = dict(as_mapping(self.space.settings(())))
         text = ""
@@ -210,7 +211,7 @@ class TuneResult:
         return text
 
     def to_json(self) -> str:
-        """Return answer, settings, trials and facts as JSON."""
+        """Return the result as JSON: switches, settings, trials and facts."""
         content = {
             "objective": self.objective,
             "improved": self.improved,
@@ -227,8 +228,8 @@ class TuneResult:
     def save(self, folder: str | Path) -> list[Path]:
         """Write all forms into a folder, and return the files.
 
-        ``result.json``, ``report.md`` and, if the settings can be written down, ``trainer.yaml``,
-        ``trainer.py`` and ``trainer.diff``.
+        ``result.json``, ``report.md`` and, if the settings can be written as text,
+        ``trainer.yaml``, ``trainer.py`` and ``trainer.diff``.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -260,19 +261,15 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def _is_undecided(trial: Trial) -> bool:
-    return trial.verdict == "accepted" and (trial.high or 0.0) >= 1
-
-
-def _answer(objective: str, best: Trial, tried: bool) -> str:
+def _headline(objective: str, best: Trial, tried: bool) -> str:
     if not tried:
-        return "Change nothing: nothing was tried."
+        return "Change nothing: no switch was tried."
     if not best.switches:
-        return f"Change nothing: no candidate gains enough in {OBJECTIVES[objective]} to be sure."
+        return f"Change nothing: no switch certainly reduces {OBJECTIVES[objective]} enough."
     ratio, low, high = best.interval
     return (
-        f"Take {best.name}: a step takes {ratio:.2f} of the time (from {low:.2f} to {high:.2f}), "
-        f"peak memory is {best.peak_ratio or math.nan:.2f} of what it was."
+        f"Use {best.name}: a step takes {ratio:.2f} times as long (between {low:.2f} and "
+        f"{high:.2f}), with {best.peak_ratio or math.nan:.2f} times the peak memory."
     )
 
 

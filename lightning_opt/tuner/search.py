@@ -1,4 +1,4 @@
-"""The search: which configurations to try, in which order, and when to stop."""
+"""Chooses which configurations to try, in which order, and when to stop."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from dataclasses import dataclass, field
 from lightning_opt.tuner.trial import Outcome, Switches
 
 MAX_LOSS = 1.1
-"""A switch whose own score is larger is not tried together with others."""
+"""A switch with a larger effect is not added to the best configuration."""
 
 MAX_OVER_PREDICTED = 1.04
-"""If the score of a combination exceeds the product of its switches' effects by this factor, it is
-tried without each of its switches."""
+"""If the score of the best configuration exceeds the product of its switches' effects by this
+factor, it is tried without each of its switches."""
 
 MAX_IMPROVEMENTS = 4
-"""Maximum number of times that one switch of the best configuration is changed."""
+"""Maximum number of rounds in which one switch of the best configuration is changed."""
 
 MAX_REPEATS = 3
 """Maximum number of repeated measurements per configuration."""
 
 
 class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
-    """The budget does not allow another trial."""
+    """The budget is too short for another trial."""
 
 
 @dataclass
 class Search:
-    """Finds the best configuration with few trials.
+    """Finds the best configuration, a set of switches that are on, with few trials.
 
-    Each switch is tried on top of the best combination of the group before it. All switches that
-    gain are then combined at once, since most gains multiply. Finally one switch of the best
-    configuration is removed, added or replaced, as long as that improves it.
+    The switches are tried in groups: first ``first``, then most of them, then ``late``. Each switch
+    is tried together with the switches of earlier groups that gain. After each group, all switches
+    that gain are combined, since most gains multiply. Finally, one switch of the best configuration
+    is removed, added or replaced, as long as that improves it.
 
     Args:
         measure: Tries a configuration and returns its outcome. It may raise :class:`TimeIsUp`.
-        switches: Names, those with the largest expected gain first.
-        allows: Whether switches can be on together.
+        switches: The names of all switches.
+        allows: Returns whether switches can be on together.
         min_gain: Minimum gain of a configuration over the baseline, and of each of its switches.
-        first: A switch to try before the others, which are then tried on top of it even if it gains
-            nothing alone; empty if there is none.
+        first: A switch that is combined with all others even if it gains nothing alone, or ``""``.
         late: Switches to try last, because they start slowly.
 
     Attributes:
@@ -60,7 +60,7 @@ class Search:
     complete: bool = False
 
     def run(self) -> Switches:
-        """Return the best configuration; empty if none beats the baseline."""
+        """Search, and return the best configuration; empty if none is better than the baseline."""
         self.outcomes[()] = Outcome(1.0, 1.0)
         try:
             self._search()
@@ -95,10 +95,10 @@ class Search:
         """Return the next configuration to measure again, or None.
 
         The winner is measured again once, because the best of many measurements is partly luck.
-        Then follow the configurations that seem no worse, the best first.
+        Then follow configurations whose score is at least as good, the best first.
 
         Args:
-            repeats: How often each configuration was measured again.
+            repeats: The number of repeated measurements of each configuration.
         """
         winner = self.winner()
         if winner and not repeats.get(winner):
@@ -119,7 +119,7 @@ class Search:
         return min(scores, key=lambda names: (scores[names], len(names)))
 
     def _try_group(self, group: Iterable[str]) -> None:
-        """Try each switch on top of those that gain so far, then all that gain together."""
+        """Try each switch with the earlier ones that gain, then all that gain together."""
         gaining = self._gaining()
         for name in group:
             others = [other for other in gaining if self.allows((other, name))]
@@ -131,10 +131,9 @@ class Search:
         self._try([self._gaining()])
 
     def _gaining(self, *chosen: str) -> list[str]:
-        """Return a combination of all switches that gain, the best first, and the ``chosen`` ones.
+        """Combine the ``chosen`` switches and all compatible ones that gain, the best first.
 
-        A switch that excludes an earlier one is left out. The first switch of the search counts as
-        a gain as long as it loses little.
+        The switch ``first`` is included unless it loses more than ``MAX_LOSS``.
         """
         gaining = list(chosen)
         for name in sorted(self.effects, key=lambda name: self.effects[name].score):
@@ -157,9 +156,9 @@ class Search:
                 self.outcomes[names] = self.measure(names)
 
     def _neighbours(self, best: Switches) -> list[list[str]]:
-        """Return the best configuration without one of its switches, or with one more.
+        """Return the best configuration with one switch less, one more or one other.
 
-        A switch that excludes one of the best is tried with all gains that it allows.
+        A switch that is incompatible with it is combined with all compatible switches that gain.
         """
         worse_than_parts = self.outcomes[best].score > MAX_OVER_PREDICTED * self._predicted(best)
         neighbours = [

@@ -1,4 +1,4 @@
-"""The switches: additions to the Trainer's arguments that may pay for a model."""
+"""The search space: switches, each an addition to the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_opt.worker.recipes import Settings, as_mapping, class_named
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
 
 LISTS = ("callbacks", "plugins")
-"""Trainer arguments whose values are concatenated; of other arguments the last value counts."""
+"""Trainer arguments whose values are concatenated. Of other arguments the last value is used."""
 
 SHORTENED_GROUPS = {
     "optimizer": (OPTIMIZER,),
@@ -35,12 +35,12 @@ SHORTENED_GROUPS = {
     **dict.fromkeys(("layout", "precision", "compile"), (FORWARD, BACKWARD)),
     "runtime": (FORWARD, BACKWARD, OPTIMIZER),
 }
-"""The groups of phases that each kind of switch can shorten."""
+"""The groups of phases that a kind of switch can shorten."""
 
 MIB = 2**20
 
 MIN_SHARE = 0.03
-"""Minimum share of a step that a group must have for shortening it to pay."""
+"""A switch is skipped if the phases that it can shorten take less than this share of a step."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Switch:
     """One change of the Trainer's arguments.
 
     Attributes:
-        name: Unique within a space.
-        kind: Only one switch of each kind can be on; any number of kind ``""``.
-        settings: Trainer arguments that it adds.
-        about: Its effect and its cost, in one phrase.
+        name: A unique name.
+        kind: Two switches of the same kind exclude each other, except those of kind ``""``.
+        settings: The Trainer arguments that it adds.
+        about: One phrase about its effect and its cost.
         objective: The objective for which it is tried by default; ``""`` for all.
-        unsuitable: Why it cannot help this model on this machine; empty if it may.
+        unsuitable: The reason why it cannot help this model on this machine, or ``""``.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Switch:
 
 
 def added(name: str, **arguments: Any) -> dict[str, Any]:
-    """Return Trainer arguments that add a callback of lightning_opt."""
+    """Make Trainer arguments that add a callback of lightning_opt."""
     callback: dict[str, Any] = {"class_path": f"lightning_opt.{name}"}
     if arguments:
         callback["init_args"] = arguments
@@ -73,7 +73,7 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def built_in_switches(facts: Facts) -> list[Switch]:
-    """Return the tuner's switches, including unsuitable ones."""
+    """Make the tuner's switches, including unsuitable ones."""
     no_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
     no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
@@ -82,7 +82,7 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     fused_already = "the optimizers are fused already" if facts.fused else ""
     one_thread = "" if facts.threads > 1 else "torch uses one thread already"
     all_threads = "" if facts.threads < facts.cpus else "torch uses all CPUs already"
-    no_need_of_fp16 = "" if facts.why_no_bf16 else "bfloat16 needs no loss scale"
+    bf16_is_fast = "" if facts.why_no_bf16 else "bfloat16 needs no loss scale"
     no_parts = "" if facts.samples >= 4 else f"a batch has {facts.samples} samples"
     if not facts.automatic_optimization:
         no_parts = "the module uses manual optimization; use micro_batches"
@@ -106,7 +106,7 @@ def built_in_switches(facts: Facts) -> list[Switch]:
         Switch("fp16", "precision",
                {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
                "autocast to float16 with a loss scale; results change by rounding", "",
-               no_cuda or no_need_of_fp16),
+               no_cuda or bf16_is_fast),
         Switch("data_pipeline", "data", added("DataPipelineTuner", verbose=False),
                "workers, prefetching and pinning of the loader", "throughput", no_loader),
         Switch("compile_regions", "compile", added("CompileModel", scope="regions"),
@@ -131,21 +131,18 @@ CHECKPOINTING = (
 
 
 class Space:
-    """The switches to try, and which of them can be combined.
+    """The search space: the switches to try, and which of them can be combined.
 
     Args:
-        objective: The objective.
+        objective: ``"throughput"``, ``"memory"`` or ``"batch"``.
         facts: Facts about the model and the machine.
-        candidates: None for the tuner's switches for the objective. A list is exact: names of the
-            tuner's switches, and mappings from own names to settings. A mapping changes the default
-            choice: from a name to settings for an own switch, to True for a switch of the tuner
-            that is not tried by default, to None or False to exclude one.
+        candidates: As in :func:`~lightning_opt.autotune`.
         base: Trainer arguments of all trials.
 
     Attributes:
         facts: Facts about the model and the machine.
-        switches: By name, in the order in which they are tried.
-        left_out: Reasons why other switches are not tried, by name.
+        switches: The switches to try, by name.
+        left_out: For each switch that is not tried, the reason.
 
     Raises:
         ValueError: For an unknown name, and for settings that are not Trainer arguments.
@@ -177,7 +174,7 @@ class Space:
         ]
 
     def _why_redundant(self, switch: Switch) -> str:
-        """Return why the base already has the switch's settings; empty if it does not."""
+        """Return the reason if the base has the switch's settings already, else ""."""
         base, settings = as_mapping(self.base), as_mapping(switch.settings)
         if shared := class_names(base) & class_names(settings):
             return f"base has {', '.join(sorted(shared))} already"
@@ -191,8 +188,8 @@ class Space:
         return not any(pair <= wanted for pair in self._incompatible)
 
     def describe(self, seconds: float, peak: int) -> str:
-        """Return where the baseline's step spends its time, and the switches to try."""
-        facts, switches = self.facts, f"Tried will be: {', '.join(self.switches) or 'nothing'}."
+        """Describe the baseline's step and its bottleneck, and list the switches to try."""
+        facts, switches = self.facts, f"Switches to try: {', '.join(self.switches) or 'none'}."
         if not facts.seconds_by_group:
             return switches
         shares = ", ".join(
@@ -207,16 +204,15 @@ class Space:
                 f"A step takes {1e3 * seconds:.3g} ms: {shares}.",
                 "The bottleneck is {} ({:.0%}).".format(*facts.bottleneck),
                 f"It uses {used}.",
-                f"It takes {peak / MIB:,.0f} MiB at its peak; "
-                f"{facts.free_bytes / MIB:,.0f} MiB are free.",
+                f"Peak memory: {peak / MIB:,.0f} MiB; free: {facts.free_bytes / MIB:,.0f} MiB.",
                 switches,
             ]
         )
 
     def settings(self, names: Iterable[str], *more: Settings) -> Settings:
-        """Return the Trainer's arguments with these switches on, and with more added.
+        """Join the Trainer arguments of the base, of these switches and ``more``.
 
-        A mapping if all parts are mappings, else a function that returns new arguments.
+        Returns a mapping if all parts are mappings, else a function that returns one.
         """
         parts = [self.base, *(self.switches[name].settings for name in names), *more]
         mappings = [part for part in parts if isinstance(part, Mapping)]
@@ -225,7 +221,7 @@ class Space:
         return functools.partial(_call_and_join, parts)
 
     def is_serializable(self, names: Iterable[str]) -> bool:
-        """Return whether the settings with these switches on can be written as text."""
+        """Return whether the settings with these switches can be written as text."""
         settings = self.settings(names)
         return isinstance(settings, Mapping) and is_serializable(settings)
 
@@ -237,9 +233,9 @@ def check_candidates(candidates: Candidates | None) -> None:
 def _choose(
     known: Mapping[str, Switch], candidates: Candidates | None, objective: str
 ) -> list[Switch]:
-    """Return the switches for an objective as ``candidates`` changes them, suitable or not."""
+    """Return the switches for an objective and the user's candidates, including unsuitable ones."""
     objectives = ("", "memory" if objective == "batch" else objective)
-    # Split batches fit at any size, so they are no candidates for the largest batch.
+    # With split batches any size fits, so there is no largest batch.
     excluded_kind = "batch" if objective == "batch" else None
     chosen = {
         name: switch
@@ -263,8 +259,8 @@ def _choose(
 def _known_switch(known: Mapping[str, Switch], name: str) -> Switch:
     if name not in known:
         raise ValueError(
-            f"candidates names {name!r}, not a switch of the tuner{did_you_mean(name, known)} "
-            f"It has {', '.join(known)}; for one of your own give its Trainer arguments: "
+            f"candidates contains {name!r}, not a switch of the tuner{did_you_mean(name, known)} "
+            f"It has {', '.join(known)}. To add your own, pass its Trainer arguments: "
             "candidates={'my own': {'callbacks': [...]}}."
         )
     return known[name]
@@ -277,22 +273,22 @@ def _own_switch(name: str, settings: Any) -> Switch:
             "'bf16-mixed'}, a function without arguments that returns them, True or None, got "
             f"{settings!r}."
         )
-    return Switch(name, "", settings, "one of your own")
+    return Switch(name, "", settings, "your own switch")
 
 
 def _why_negligible(kind: str, facts: Facts) -> str:
-    """Return why switches of a kind cannot make a step faster here; empty if they may."""
+    """Return the reason if switches of a kind can hardly make a step faster, else ""."""
     groups = SHORTENED_GROUPS.get(kind, ())
     share = facts.share(*groups)
     if not groups or share is None or share >= MIN_SHARE:
         return ""
-    return f"only {share:.1%} of a step goes into {' and '.join(groups)}"
+    return f"only {share:.1%} of a step is spent on {' and '.join(groups)}"
 
 
 def _exclude_each_other(one: Switch, other: Switch) -> bool:
     if one.kind and one.kind == other.kind:
         return True
-    # Selective checkpointing works on single operators, which a compiled graph does not have.
+    # Selective checkpointing selects single operators, which a compiled graph does not have.
     kinds, selective = {one.kind, other.kind}, "checkpointing_selective"
     if kinds == {"compile", "checkpointing"} and selective in (one.name, other.name):
         return True
@@ -310,7 +306,7 @@ def _call_and_join(parts: Sequence[Settings]) -> dict[str, Any]:
 
 
 def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return Trainer arguments with lists concatenated and other values replaced by later ones."""
+    """Join Trainer arguments: concatenate lists, and replace other values by later ones."""
     joined: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -319,9 +315,9 @@ def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_float32(settings: Settings) -> dict[str, Any]:
-    """Return arguments for a Trainer in eager float32; to be called in the training process."""
+    """Change Trainer arguments to eager float32. Call this in the training process."""
     if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
-        torch.compiler.set_stance("force_eager")  # for parts that the model compiles itself
+        torch.compiler.set_stance("force_eager")  # for parts that the model itself compiles
     arguments = dict(as_mapping(settings))
     kinds: dict[str, Any] = {"plugins": Precision, "callbacks": CompileModel}
     for name, kind in kinds.items():

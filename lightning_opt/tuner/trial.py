@@ -1,4 +1,4 @@
-"""The measurements of one configuration, and the objective that scores them."""
+"""A trial: the measurements of one configuration. The objective scores it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_opt.core.numerics.ratios import compare_pairs
 from lightning_opt.profiling.comparing.result import OFFSET
 
 Switches = tuple[str, ...]
-"""The names of the switches that are on, in the order of the search space."""
+"""A configuration: the names of the switches that are on, in the order of the search space."""
 
 FAILURES = ("out of memory", "error", "died", "timeout", "setup")
 """Verdicts of trials that did not finish."""
 
-OBJECTIVES = {"throughput": "time of a step", "memory": "peak memory", "batch": "peak memory"}
+OBJECTIVES = {"throughput": "step time", "memory": "peak memory", "batch": "peak memory"}
 """The quantity that each objective minimises."""
 
 PEAK_NOISE = 0.015
@@ -32,7 +32,7 @@ class Trial:
     Attributes:
         switches: The switches that are on; empty for the baseline.
         verdict: ``"baseline"``, ``"accepted"``, ``"no gain"``, ``"too slow"``, ``"rejected"`` (it
-            changes what is learned), or a failure: ``"out of memory"``, ``"error"``, ``"died"``,
+            does not learn the same), or a failure: ``"out of memory"``, ``"error"``, ``"died"``,
             ``"timeout"``, ``"setup"``.
         why: The reason for the verdict; may be empty.
         pairs_by_start: For each start of the processes, its rounds: seconds per step of the
@@ -41,10 +41,10 @@ class Trial:
         low: Lower end of the ratio's 90% interval.
         high: Upper end.
         seconds: Median time of a step.
-        peak: Peak bytes: of the device, or of the process above the level before the model.
+        peak: Peak bytes, as in :attr:`TrainingProcess.peak_bytes`.
         peak_ratio: Peak as a share of the baseline's.
-        agreement: Cosine between its first gradient and the baseline's, for the parameter in which
-            they differ most; None if it was not compared.
+        agreement: The smallest cosine between its first gradient of a parameter and the baseline's;
+            None if gradients were not compared.
         losses: The loss of each step.
         startup: Seconds of the first step minus those of a later one, mostly compilation.
         cost: Seconds that the trial took.
@@ -76,12 +76,17 @@ class Trial:
         return self.verdict in FAILURES
 
     @property
+    def undecided(self) -> bool:
+        """Whether it is accepted, although its interval contains 1."""
+        return self.verdict == "accepted" and (self.high or 0.0) >= 1
+
+    @property
     def interval(self) -> tuple[float, float, float]:
-        """The ratio and the ends of its interval; NaN and (0, inf) before the first round."""
+        """Ratio, lower end and upper end; NaN, 0 and infinity before the first round."""
         return self.ratio or math.nan, self.low or 0.0, self.high or math.inf
 
     def set_times(self) -> None:
-        """Compute ratio, interval and seconds from the rounds, as ``lo.compare`` does."""
+        """Compute ratio, interval and seconds from the rounds, in the same way as ``compare``."""
         interval = compare_pairs(self.pairs_by_start, confidence=0.9, offset=OFFSET)
         if interval is not None:
             self.ratio, self.low, self.high, _ = interval
@@ -90,7 +95,7 @@ class Trial:
             )
 
     def pooled(self, earlier: Trial) -> Trial:
-        """Return this trial with the rounds of an earlier one, unless it failed or was rejected."""
+        """Add the rounds of an earlier trial, unless this one failed or was rejected."""
         if self.failed or self.verdict == "rejected":
             return self
         pooled = replace(self, pairs_by_start=[*earlier.pairs_by_start, *self.pairs_by_start])
@@ -107,7 +112,8 @@ class Outcome:
         score: The minimised quantity as a share of the baseline's; infinity if the trial failed or
             was rejected.
         high: Upper end of the score's interval.
-        retry: Whether another switch may help, as when memory runs out.
+        retry: Whether the configuration is worth trying with another switch, for example one that
+            saves memory.
     """
 
     score: float
@@ -147,5 +153,5 @@ class Objective:
         return Outcome(trial.peak_ratio, trial.peak_ratio * (1 + PEAK_NOISE))
 
     def may_gain(self, trial: Trial) -> bool:
-        """Return whether a trial gains enough to be worth checking what it learns."""
+        """Return whether a trial may gain enough, so that its gradients must be compared."""
         return self.outcome(trial).score <= 1 - self.min_gain / 3

@@ -1,4 +1,4 @@
-"""One search from its start to its result: the processes, the trials and the progress lines."""
+"""A whole search: it measures the baseline, runs the search, and prints progress."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,35 +32,33 @@ PROFILER = "lightning_opt.profiling.steps.step_profiler.StepProfiler"
 PROFILER_ARGUMENTS = {"log_every_n_steps": 0, "flops": False, "print_table": False}
 
 LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
-"""Replace the user's limits; finite, because schedules are made from the number of epochs."""
+"""The limits of trials in place of the user's. The number of epochs is finite, because schedules of
+learning rates are computed from it."""
 
 MAX_START = 300.0
 """Seconds that the baseline may take to start, however short the budget is."""
 
 
+@dataclass(kw_only=True)
 class Tuning:
-    """A search that is run once. For the arguments see :func:`~lightning_opt.autotune`."""
+    """A search that runs once. For the arguments see :func:`~lightning_opt.autotune`."""
 
-    def __init__(
-        self,
-        model: Factory,
-        data: Factory,
-        *,
-        base: Settings,
-        objective: Objective,
-        budget: float,
-        candidates: Candidates | None = None,
-        timeout: float | None = None,
-        progress: bool = True,
-    ) -> None:
-        self._model, self._data, self._base = model, data, base
-        self._objective, self._candidates = objective, candidates
-        self._budget, self._timeout, self._progress = budget, timeout, progress
-        self._space = Space("", Facts(), [], base)
+    model: Factory
+    data: Factory
+    base: Settings
+    objective: Objective
+    budget: float
+    candidates: Candidates | None = None
+    timeout: float | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        self._space = Space("", Facts(), [], self.base)
         self._by_switches: dict[Switches, Trial] = {}
         self._processes = 0
-        self._baseline = Baseline(self.start, block_seconds=min(0.6, max(0.15, budget / 800)))
-        self._trials = Trials(self.start, self._baseline, objective)
+        block_seconds = min(0.6, max(0.15, self.budget / 800))
+        self._baseline = Baseline(self.start, block_seconds)
+        self._trials = Trials(self.start, self._baseline, self.objective)
 
     def run(self) -> TuneResult:
         started = time.monotonic()
@@ -71,13 +70,12 @@ class Tuning:
                 search.run()
                 best = self._remeasure(search)
                 self._baseline.close()
-                batches = {}
-                if self._objective.name == "batch":
-                    batches = self._largest_batches(best)
+                is_batch = self.objective.name == "batch"
+                batches = self._largest_batches(best) if is_batch else {}
             finally:
                 self._baseline.close()
         return TuneResult(
-            self._objective.name,
+            self.objective.name,
             self._space,
             list(self._by_switches.values()),
             best,
@@ -88,12 +86,12 @@ class Tuning:
         )
 
     def _measure_baseline(self) -> None:
-        """Run the baseline, and build the space from its facts."""
+        """Run the baseline, and choose the switches to try from its facts."""
         baseline = self._baseline
         self._print("trying the baseline")
         baseline.ensure_running()
         # The budget starts now, as a model may take longer to start than the search.
-        self._trials.deadline = time.monotonic() + self._budget
+        self._trials.deadline = time.monotonic() + self.budget
         observed = baseline.observations
         self._space = self._make_space(observed.facts)
         peak = baseline.peak_after(len(observed.losses))
@@ -104,7 +102,7 @@ class Tuning:
         self._print(self._space.describe(baseline.step_seconds, peak))
 
     def _make_space(self, facts: Facts) -> Space:
-        return Space(self._objective.name, facts, self._candidates, self._base)
+        return Space(self.objective.name, facts, self.candidates, self.base)
 
     def _search(self) -> Search:
         space, first = self._space, "data_pipeline"
@@ -113,20 +111,20 @@ class Tuning:
             self._measure,
             tuple(space.switches),
             space.allows,
-            self._objective.min_gain,
+            self.objective.min_gain,
             first=first if is_first else "",
             late=tuple(n for n, switch in space.switches.items() if switch.kind == "compile"),
         )
 
     def _measure(self, switches: Switches) -> Outcome:
         self._by_switches[switches] = trial = self._try(switches)
-        return self._objective.outcome(trial)
+        return self.objective.outcome(trial)
 
     def _try(self, switches: Switches) -> Trial:
         """Try a configuration.
 
         Raises:
-            TimeIsUp: If the budget is too short for it.
+            TimeIsUp: If the rest of the budget is less than the median duration of a trial.
         """
         started = time.monotonic()
         costs = [trial.cost for trial in self._by_switches.values() if trial.switches]
@@ -140,7 +138,7 @@ class Tuning:
         return trial
 
     def _remeasure(self, search: Search) -> Switches:
-        """Measure the answer and its rivals again in new processes; return the final answer."""
+        """Measure the best configurations again in new processes; return the final best."""
         repeats: Counter[Switches] = Counter()
         while (switches := search.next_to_remeasure(repeats)) is not None:
             try:
@@ -149,11 +147,11 @@ class Tuning:
                 break
             repeats[switches] += 1
             self._by_switches[switches] = again = again.pooled(self._by_switches[switches])
-            search.outcomes[switches] = self._objective.outcome(again)
+            search.outcomes[switches] = self.objective.outcome(again)
         return search.winner()
 
     def _largest_batches(self, best: Switches) -> dict[Switches, int]:
-        """Return the samples of the largest batch that fits, without switches and with the best."""
+        """Find the number of samples in the largest batch, with and without the best switches."""
         sizes: dict[Switches, int] = {}
         for switches in dict.fromkeys(((), best)):
             self._print_start(switches)
@@ -162,7 +160,7 @@ class Tuning:
                 run.advance(2)
                 sizes[switches] = run.observations.facts.samples
             except FitFailed as failure:
-                self._print(f"No largest batch was found: {failure.message}")
+                self._print(f"The search for the largest batch failed: {failure.message}")
             finally:
                 run.close()
         return sizes
@@ -172,9 +170,9 @@ class Tuning:
 
         Args:
             switches: The switches that are on.
-            role: ``""``: a trial. ``"profile"``: the first steps are profiled, unless the user has
-                a profiler. ``"noise"``: the model draws other random numbers. ``"float32"``: it
-                trains in eager float32. ``"batch"``: the largest batch that fits is searched.
+            role: ``""``: a trial. ``"profile"``: its first steps are profiled, unless the user has
+                a profiler. ``"noise"``: it draws different random numbers. ``"float32"``: it trains
+                in eager float32. ``"batch"``: it searches the largest batch.
         """
         self._processes += 1
         file = self._folder / f"{self._processes}.pt"
@@ -183,7 +181,7 @@ class Tuning:
             "init_args": {"file": str(file), "reseed": int(role == "noise")},
         }
         more: dict[str, Any] = {"callbacks": [watch]}
-        base = as_mapping(self._base)
+        base = as_mapping(self.base)
         if any(base.get(name) is not None for name in LIMITS):
             more |= LIMITS
         if role == "profile" and not base.get("profiler"):
@@ -192,35 +190,35 @@ class Tuning:
             more = join([added("DynamicBatchSize", find="largest", scale_lr="linear"), more])
         settings = self._space.settings(switches, more)
         process = TrainingProcess(
-            self._model,
-            self._data,
+            self.model,
+            self.data,
             partial(in_float32, settings) if role == "float32" else settings,
-            timeout=start_timeout(self._budget, self._baseline.startup, self._timeout),
+            timeout=start_timeout(self.budget, self._baseline.startup, self.timeout),
         )
         return Run(process, file)
 
     # --- progress ---------------------------------------------------------------------------------
 
     def _print(self, text: str) -> None:
-        if self._progress:
+        if self.progress:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
     def _print_start(self, switches: Switches) -> None:
         seconds_left, name = self._trials.deadline - time.monotonic(), " + ".join(switches)
-        time_left = f"{seconds_left:.0f} s left" if seconds_left > 0 else "the last"
-        best = min(self._by_switches.values(), key=lambda t: self._objective.outcome(t).score)
+        time_left = f"{max(0.0, seconds_left):.0f} s left"
+        best = min(self._by_switches.values(), key=lambda t: self.objective.outcome(t).score)
         so_far = f"; best so far: {best.name}, {_ratios(best)}" if best.switches else ""
         self._print(f"trying {name or 'the baseline'} ({time_left}{so_far})")
 
 
 def start_timeout(budget: float, baseline_startup: float, given: float | None) -> float:
-    """Return the seconds that a process may take to start, or for one turn.
+    """Return the maximum seconds for the start of a process and for each of its turns.
 
     Args:
         budget: The budget of the search.
         baseline_startup: Seconds that the baseline took to start; 0 if it has not started yet.
-        given: The user's limit, which replaces the default.
+        given: The user's limit. None for the default.
     """
     if given is not None:
         return given
@@ -239,4 +237,4 @@ def machine(facts: Facts) -> dict[str, Any]:
 
 def _ratios(trial: Trial) -> str:
     shares = {"time": trial.ratio, "memory": trial.peak_ratio}
-    return ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share)
+    return ", ".join(f"{share:.3f} of its {of}" for of, share in shares.items() if share)

@@ -73,7 +73,7 @@ def wait(seconds: float, condition: Callable[[], bool]) -> None:
         pytest.param("begun", 0.5, True, id="imports"),
         pytest.param("swallowing", 0.5, True, id="imports that swallow the interrupt"),
         pytest.param("trying the baseline", 1.0, True, id="the server's imports"),
-        pytest.param("Tried will be", 2.0, False, id="start of a trial, command only"),
+        pytest.param("Switches to try", 2.0, False, id="start of a trial, command only"),
         pytest.param("trying compile", 6.0, True, id="in a trial"),
     ],
 )

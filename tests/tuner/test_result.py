@@ -86,7 +86,7 @@ def test_python_creates_the_same_trainer() -> None:
     scope: dict[str, Any] = {}
     source = result().to_python()
     exec(source, scope)
-    assert source.startswith("# Take fused + channels_last: a step takes 0.65 of")
+    assert source.startswith("# Use fused + channels_last: a step takes 0.65 times")
     assert isinstance(scope["trainer"], Trainer)
     made = [type(item) for item in scope["trainer"].callbacks]
     assert [item for item in made if item.__module__.startswith("lightning_opt")] == [
@@ -128,7 +128,7 @@ def test_trainer_kwargs_are_new_objects_each_time() -> None:
 def test_settings_with_objects_can_be_used_but_not_written(tmp_path: Path) -> None:
     found = result(callbacks=[Timer()])
     for form in (found.to_yaml, found.to_python):
-        with pytest.raises(ValueError, match="which cannot be written down"):
+        with pytest.raises(ValueError, match="which cannot be written as text"):
             form()
     assert json.loads(found.to_json())["settings"] is None
     assert {path.name for path in found.save(tmp_path)} == {
@@ -167,7 +167,7 @@ def test_table_has_every_trial() -> None:
         "quick",
         "compile",
     ]
-    assert [row["verdict"] for row in table.rows][::4] == ["the answer", "baseline"]
+    assert [row["verdict"] for row in table.rows][::4] == ["best", "baseline"]
     assert table.rows[-1]["verdict"] == "died"
     assert table.rows[0]["interval"] == "0.637 to 0.663"
     assert table.rows[0]["step ms"] == 65.0
@@ -176,15 +176,16 @@ def test_table_has_every_trial() -> None:
 def test_explanation_has_answer_rejections_and_failures() -> None:
     text = result().explain()
     assert text.startswith(
-        "Take fused + channels_last: a step takes 0.65 of the time (from 0.64 to 0.66), "
-        "peak memory is 1.10 of what it was."
+        "Use fused + channels_last: a step takes 0.65 times as long (between 0.64 and 0.66), "
+        "with 1.10 times the peak memory."
     )
     assert "fp16 (it is for CUDA" in text
-    assert "Rejected, since it changes the result: quick; its loss differs by +1." in text
+    assert "Rejected: quick does not learn the same; its loss differs by +1." in text
     assert "Failed (died): compile. The process was killed by SIGSEGV." in text
-    assert "Undecided: one_thread takes 0.90 of the time (from 0.88 to 1.05)." in text
+    undecided = "one_thread takes 0.90 times as long as the baseline (between 0.88 and 1.05)"
+    assert f"Undecided: {undecided}." in text
     nothing = result(()).explain()
-    assert nothing.startswith("Change nothing: no candidate gains enough in time")
+    assert nothing.startswith("Change nothing: no switch certainly reduces step time")
     assert result(()).table.title.endswith("change nothing")
     assert not result(()).improved
 
@@ -211,8 +212,8 @@ def test_step_is_described_in_five_lines() -> None:
         "communication 1%, callbacks 1%, Lightning and the rest 1%.",
         "The bottleneck is waiting for data (95%).",
         "It uses 50% of 2 CPUs.",
-        "It takes 32 MiB at its peak; 1,024 MiB are free.",
-        "Tried will be: data_pipeline.",
+        "Peak memory: 32 MiB; free: 1,024 MiB.",
+        "Switches to try: data_pipeline.",
     ]
     on_gpu = Space("throughput", facts(parts.WAITING, device="cuda")).describe(0.1, 2**25)
     assert on_gpu.splitlines()[2] == "It uses the device (cuda) 3% of the time."
@@ -236,7 +237,7 @@ def test_explanation_ends_with_the_remedy_of_the_bottleneck(
     assert known.bottleneck[0] == part
     result = TuneResult("throughput", Space("throughput", known), [BASELINE], ())
     last = result.explain().splitlines()[-1]
-    assert f"More would take {remedy}" in last
+    assert f"To gain more, you need {remedy}" in last
     assert f"{part} takes 9" in last
 
 
@@ -245,9 +246,9 @@ def test_explanation_has_the_largest_batch_or_model() -> None:
     space = Space("batch", STEP_FACTS)
     trials, sizes = [BASELINE, best], {(): 32, ("fused",): 96}
     batch = TuneResult("batch", space, trials, ("fused",), batches=sizes)
-    assert "Largest batch, tried: 32 as it is, 96 with fused." in batch.explain()
+    assert "Largest batch that fits: 32 with no changes, 96 with fused." in batch.explain()
     memory = TuneResult("memory", space, trials, ("fused",))
-    assert "by the peak about 2 times as large" in memory.explain()
+    assert "a model 2 times as large will fit" in memory.explain()
 
 
 # --- numbers ------------------------------------------------------------------------------------

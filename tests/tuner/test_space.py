@@ -44,7 +44,7 @@ def test_unsuitable_switches_are_left_out_with_reasons() -> None:
         (
             Facts(seconds_by_group={**ACCOUNT, "waiting for data": 0.001}),
             "data_pipeline",
-            "only 0.1% of a step goes into waiting for data",
+            "only 0.1% of a step is spent on waiting for data",
         ),
         (Facts(uses_dataloader=False), "data_pipeline", "the data does not come from a DataLoader"),
         (Facts(threads=2, cpus=2), "all_threads", "torch uses all CPUs already"),

@@ -150,9 +150,7 @@ def test_trials_have_times_memory_and_gradients_of_their_runs(tmp_path: Path) ->
     assert len(awful.losses) == 5
     assert awful.ratio == pytest.approx(20, rel=0.05)
     assert (awful.low, awful.high) == (None, None), "some first steps are no interval"
-    assert {role for _, role in world.started} == {"profile", ""}, (
-        "no other random numbers were needed"
-    )
+    assert {role for _, role in world.started} == {"profile", ""}, "no noise run was needed"
 
 
 def test_slow_machine_does_not_make_a_candidate_too_slow(tmp_path: Path) -> None:
@@ -171,14 +169,12 @@ def test_noise_run_happens_once_and_only_if_it_decides(tmp_path: Path) -> None:
     trials = run(world, [("off",), ("wrong",)])
     assert trials[("off",)].verdict == "accepted"
     assert trials[("wrong",)].verdict == "rejected"
-    assert "points elsewhere" in trials[("wrong",)].why
+    assert "has another direction" in trials[("wrong",)].why
     assert [role for names, role in world.started if not names] == ["profile", "noise"]
 
 
-def test_gradients_are_compared_with_eager_float32(
-    tmp_path: Path,
-) -> None:
-    """Not with the user's precision, which may be wrong itself; float32 runs once."""
+def test_gradients_are_compared_with_eager_float32(tmp_path: Path) -> None:
+    """Not with the user's precision, which may be wrong itself. Float32 runs once."""
     world = world_of(tmp_path, same=Plan(0.05), right=Plan(0.05, gradient=-1.0))
     world.plans[()] = Plan(eager=False)
     trials = run(world, [("same",), ("right",)])
@@ -187,21 +183,21 @@ def test_gradients_are_compared_with_eager_float32(
     assert [role for names, role in world.started if not names] == ["profile", "float32", "noise"]
 
 
-def test_baseline_s_own_gradients_serve_without_memory_for_float32(
+def test_baseline_s_gradients_are_used_without_memory_for_float32(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = world_of(tmp_path, same=Plan(0.05))
     world.plans[()], world.oom_role = Plan(eager=False), "float32"
     assert run(world, [("same",)])[("same",)].verdict == "accepted"
     assert [role for names, role in world.started if not names] == ["profile", "float32", "float32"]
-    assert "A run of the baseline (float32) failed" in caplog.text
+    assert "The reference run 'float32' failed" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (Plan(0.05, gradient=-1.0), "the gradient of a.weight points elsewhere"),
-        (Plan(0.05, gradient=0.0), "a.weight gets no gradient"),
+        (Plan(0.05, gradient=-1.0), "the gradient of a.weight has another direction"),
+        (Plan(0.05, gradient=0.0), "a.weight has no gradient"),
         (
             Plan(0.05, moved=("a",)),
             "after 16 steps it has not changed b, which the baseline trains",
@@ -268,7 +264,7 @@ def test_trial_ends_with_the_budget(tmp_path: Path, step: int) -> None:
     world = world_of(tmp_path, a=Plan(fails=(step, "timeout")))
     with pytest.raises(TimeIsUp):
         run(world, [("a",)], deadline=time.monotonic() + 50)
-    # It had all the time that a trial may take.
+    # The budget is longer than the trial's own timeout.
     trials = run(world, [("a",)], deadline=time.monotonic() + 150)
     assert trials["a",].verdict == "timeout"
 
@@ -284,7 +280,7 @@ def test_memory_objective_limits_the_slowdown(tmp_path: Path) -> None:
 
 
 def test_clear_differences_need_the_fewest_rounds(tmp_path: Path) -> None:
-    """But never three: in a slow phase of the machine a gain of 10% has looked like a loss."""
+    """At least four: in a slow phase of the machine a gain of 10% has looked like a loss."""
     world = world_of(tmp_path, half=Plan(0.05), near=Plan(0.095, noise=0.05))
     half, near = run(world, [("half",), ("near",)]).values()
     assert len(half.pairs_by_start[0]) == 4
