@@ -51,10 +51,10 @@ class ActivationCheckpointing(RunCallback):
 
     You do not change the model's code. The callback finds repeated blocks by structure and shapes,
     and replaces ``forward`` of the selected blocks until the fit ends or fails. Gradients are
-    bit-identical: the recomputation restores random state, autocast and the buffers that a block
-    writes, so dropout draws the same numbers and BatchNorm counts each batch once. Names in
-    ``state_dict`` and ``named_parameters``, classes, hooks and attributes do not change. Validation
-    is unaffected.
+    bit-identical: the recomputation restores random state, autocast, and the buffers and attributes
+    that a block writes, so dropout draws the same numbers and BatchNorm counts each batch once.
+    Names in ``state_dict`` and ``named_parameters``, classes, hooks and attributes do not change.
+    Validation is unaffected.
 
     ================= ==========================================================================
     ``"auto"``        the fastest combination of the policies below that fits the budget, found by
@@ -243,7 +243,7 @@ class ActivationCheckpointing(RunCallback):
     ) -> None:
         """Under ``"auto"``, plan for the first batch and for larger ones that may not fit."""
         if self.policy != "auto" or not self.blocks:
-            unknown = any(forward.buffers.read_only is None for forward in self._applied.forwards)
+            unknown = any(forward.state.read_only is None for forward in self._applied.forwards)
             if unknown and not self._is_logged and has_compiled_parts(pl_module):
                 # Modules that write buffers stay out of the graph. Find them before the first
                 # compilation: after a graph break in a loop, Dynamo leaves the function uncompiled.
@@ -293,7 +293,7 @@ class ActivationCheckpointing(RunCallback):
             scalars["checkpointing/offloaded_mb"] = self._offload.nbytes / MB
         log_scalars(trainer, scalars)
         forwards = self._applied.forwards
-        writing = sum(not forward.buffers.read_only for forward in forwards)
+        writing = sum(not forward.state.read_only for forward in forwards)
         if writing and has_compiled_parts(pl_module):
             rank_zero_info(
                 f"ActivationCheckpointing({self.policy!r}): {writing} of {len(forwards)} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +17,12 @@ from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.memory.checkpointing.forward import parts_of
 from lightning_opt.memory.checkpointing.knapsack import Option, solve
-from lightning_opt.memory.checkpointing.policies import Plan, count_recomputed, every_layer
+from lightning_opt.memory.checkpointing.policies import (
+    Plan,
+    count_recomputed,
+    every_layer,
+    recompute,
+)
 from lightning_opt.memory.checkpointing.standing_memory import (
     bucket_bytes,
     present_bytes,
@@ -126,19 +131,19 @@ def plan_step(profile: StepProfile, limit: float) -> StepPlan:
     target = limit
     for _ in range(2):
         solution = solve(profile.units, profile.head_peak, target)
-        solution = profile.runner.broadcast(solution)
-        if solution is None:
+        options = None
+        if solution is not None:
+            names = [unit.block.name for unit in profile.units]
+            options = dict(zip(names, solution.options, strict=True)), solution.peak
+        options = profile.runner.broadcast(options)
+        if options is None:
             break
-        plan = to_plan(profile, solution.options)
-        step_plan = _measure(profile, plan, solution.peak, limit)
+        chosen, peak = options
+        step_plan = _measure(profile, to_plan(profile.blocks, chosen), peak, limit)
         if step_plan.fits:
             return step_plan
         target -= 1.1 * step_plan.excess
-    return _measure(profile, smallest_plan(profile), round(profile.peak()), limit)
-
-
-def smallest_plan(profile: StepProfile) -> Plan:
-    return every_layer([unit.block for unit in profile.units])
+    return _measure(profile, every_layer(profile.blocks), round(profile.peak()), limit)
 
 
 def _measure(profile: StepProfile, plan: Plan, predicted: int, limit: float) -> StepPlan:
@@ -146,13 +151,17 @@ def _measure(profile: StepProfile, plan: Plan, predicted: int, limit: float) -> 
     return StepPlan(plan, predicted, peak, profile.runner.largest(peak - limit))
 
 
-def to_plan(profile: StepProfile, options: Sequence[Option]) -> Plan:
-    """Convert the options of the blocks to a plan for the model."""
-    return [
-        unit.group(option.kept)
-        for unit, option in zip(profile.units, options, strict=True)
-        if option.kept is not None
-    ]
+def to_plan(blocks: Sequence[Block], options: Mapping[str, Option]) -> Plan:
+    """Convert the options of blocks, by name, to a plan for the model.
+
+    A block without an option did not run in the profiled step (layers may be skipped at random). It
+    is recomputed if any other block is.
+    """
+    if all(option.kept is None for option in options.values()):
+        return []
+    kept = {name: option.kept for name, option in options.items()}
+    groups = ((block, kept.get(block.name, frozenset())) for block in blocks)
+    return [recompute(block, operators) for block, operators in groups if operators is not None]
 
 
 # --- one batch ------------------------------------------------------------------------------------
@@ -253,7 +262,7 @@ def plan_batch(
             )
             return replace(first, shapes=shapes)
         if trainer.world_size > 1:
-            step_plan = replace(first.step_plan, plan=smallest_plan(first.profile))
+            step_plan = replace(first.step_plan, plan=every_layer(first.profile.blocks))
             return replace(first, step_plan=step_plan, shapes=shapes)
     device = pl_module.device
     full = standing_bytes(pl_module, trainer.optimizers)

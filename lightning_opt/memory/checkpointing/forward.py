@@ -25,7 +25,7 @@ from lightning_opt.core.modules.preserve import Undo, random_states
 from lightning_opt.core.modules.state_kinds import GENERATORS
 from lightning_opt.memory.checkpointing.segments import Chain
 from lightning_opt.memory.checkpointing.selective import ContextPair, Selection
-from lightning_opt.memory.checkpointing.written_buffers import Entry, WrittenBuffers
+from lightning_opt.memory.checkpointing.written_state import Entry, Saved, WrittenState
 
 PLAIN_TYPES = (
     bool,
@@ -71,7 +71,7 @@ class CheckpointedForward(ReplacedForward):
         self.selection = selection
         self.probe: Probe | None = None
         self.has_run = False
-        self.buffers = WrittenBuffers(module)
+        self.state = WrittenState(module)
         # The device of a parameter counts even if no argument is on it.
         self.parameter = next(module.parameters(), None)
         values = (value for part in module.modules() for value in vars(part).values())
@@ -93,7 +93,7 @@ class CheckpointedForward(ReplacedForward):
             return self.original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return self._run(args, kwargs)
-        if not self.buffers.read_only:
+        if not self.state.read_only:
             return self._run_outside_of_the_graph(args, kwargs)
         # Dynamo traces this as one operator that handles random state itself.
         module, cls, shadowed = self.module, type(self.module), self.shadowed
@@ -148,7 +148,7 @@ class Run:
             received = [item for item in self._objects if isinstance(item, GENERATORS)]
             self._generators = [*owner.generators, *received]
         self._random = random_states(self.devices, self._generators)
-        self._buffers = owner.buffers.save()
+        self._saved: list[Saved] = owner.state.save()
         self._written: list[Entry] = []
         self._operators: AbstractContextManager[Any] = nullcontext()
         self._undo: list[Undo] = []
@@ -156,7 +156,7 @@ class Run:
     def contexts(self) -> ContextPair:
         """Return the contexts for torch's checkpoint; this object is the one of the recomputation.
 
-        The selection's own context is entered after the buffers are copied, so it does not record
+        The selection's own context is entered after the state is copied, so it does not record
         the copies.
         """
         selection = self._owner.selection
@@ -169,8 +169,8 @@ class Run:
         self._undo = random_states(self.devices, self._generators)
         for restore in self._random:
             restore()
-        originals = self._owner.buffers.replace(self._written)
-        self._undo.append(partial(self._owner.buffers.restore, originals))
+        originals = self._owner.state.replace(self._written)
+        self._undo.append(partial(self._owner.state.restore, originals))
         self._operators.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -196,49 +196,48 @@ class Run:
         tensors, self._tensors = self._tensors, []
         objects, self._objects = self._objects, []
         contents = contents_of(objects) if objects else []
-        versions = [] if owner.has_run else [tensor._version for tensor in tensors]
+        watched = [] if owner.has_run else [*tensors, *owner.module.parameters()]
+        versions = [tensor._version for tensor in watched]
         if owner.probe is None:
             output = owner.original(*args, **kwargs)
         else:
             with owner.probe.forward(owner.module):
                 output = owner.original(*args, **kwargs)
-        self._written = owner.buffers.written_since(self._buffers)
-        self._buffers = []
+        self._written = owner.state.written_since(self._saved)
+        self._saved = []
         if not owner.has_run:  # later, autograd's own error suffices
             owner.has_run = True
-            if versions != [tensor._version for tensor in tensors]:
-                raise InputChangedError(owner.module)
+            for tensor, version in zip(watched, versions, strict=True):
+                if tensor._version != version:
+                    raise _changed(owner.module, tensor)
         if objects:
             for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
                 if before != after:
-                    raise InputChangedError(owner.module, item)
+                    raise _changed(owner.module, item)
         return output
 
 
 class InputChangedError(RuntimeError):
-    """Raised if a block writes to its own input, so that it cannot be recomputed.
+    """Raised if a block writes to its input or its parameters, so that it cannot be recomputed."""
 
-    Args:
-        module: The block.
-        changed: The object that was written to; ``None`` for a tensor.
-    """
-
-    def __init__(self, module: nn.Module, changed: Any = None) -> None:
-        name = type(module).__name__
-        if changed is None:
-            message = (
-                f"{name} changes its input in place, so it cannot be recomputed from it. Make its "
-                "first operation out-of-place (ReLU(inplace=False)), or leave it out of "
-                "ActivationCheckpointing(modules=[...])."
-            )
-        else:
-            message = (
-                f"{name} writes to the {type(changed).__name__} that it receives, and a "
-                "recomputation would write to it again. Train without it (use_cache=False for a "
-                "cache), or leave the block out of ActivationCheckpointing(modules=[...])."
-            )
-        super().__init__(message)
+    def __init__(self, module: nn.Module, problem: str, remedy: str) -> None:
+        super().__init__(
+            f"{type(module).__name__} {problem}, so it cannot be recomputed. {remedy}, or leave it "
+            "out of ActivationCheckpointing(modules=[...])."
+        )
         self.module = module
+
+
+def _changed(module: nn.Module, item: Any) -> InputChangedError:
+    if isinstance(item, nn.Parameter):
+        return InputChangedError(
+            module, "changes its parameters in its forward pass", "Change them between steps"
+        )
+    if isinstance(item, Tensor):
+        remedy = "Make its first operation out-of-place (ReLU(inplace=False))"
+        return InputChangedError(module, "changes its input in place", remedy)
+    problem = f"writes to the {type(item).__name__} that it receives"
+    return InputChangedError(module, problem, "Train without it (use_cache=False for a cache)")
 
 
 def contents_of(objects: Iterable[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_opt.core.modules.blocks import Block
 from lightning_opt.memory.checkpointing.forward import CheckpointedForward, Probe
 from lightning_opt.memory.checkpointing.segments import Chain
-from lightning_opt.memory.checkpointing.selective import Selection
+from lightning_opt.memory.checkpointing.selective import OperatorKey, Selection
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,13 @@ class AppliedPlan:
             self.forwards.pop().remove()
 
 
+def recompute(block: Block, kept: frozenset[OperatorKey] = frozenset()) -> BlockGroup:
+    """Return a group of one block, except the outputs of the operators ``kept``."""
+    return BlockGroup((block,), partial(Selection, None, kept) if kept else None)
+
+
 def every_layer(blocks: Sequence[Block]) -> Plan:
-    return [BlockGroup((block,)) for block in blocks]
+    return [recompute(block) for block in blocks]
 
 
 def segments(blocks: Sequence[Block], interval: int) -> Plan:

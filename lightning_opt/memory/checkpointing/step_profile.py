@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,12 +25,12 @@ from lightning_opt.memory.checkpointing.forward import InputChangedError, Probe
 from lightning_opt.memory.checkpointing.knapsack import Item, Option
 from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
-    BlockGroup,
     Plan,
     every_layer,
+    recompute,
     selective,
 )
-from lightning_opt.memory.checkpointing.selective import Operator, OperatorKey, Selection
+from lightning_opt.memory.checkpointing.selective import Operator
 from lightning_opt.memory.meters import Meter, measuring
 
 # Number of timed runs of each option; the fastest counts.
@@ -56,10 +55,6 @@ class Unit(Item):
     calls: int = 0
     internal_bytes: int = 0
     expensive: tuple[Operator, ...] = ()
-
-    def group(self, kept: frozenset[OperatorKey]) -> BlockGroup:
-        """Return the block with the operators to keep, for a plan."""
-        return BlockGroup((self.block,), partial(Selection, None, kept) if kept else None)
 
 
 class StepRunner:
@@ -107,6 +102,7 @@ class StepProfile:
     """The measurements of one step.
 
     Attributes:
+        blocks: All blocks that can be recomputed.
         units: The blocks that ran, in the order of their first call.
         head_peak: Peak between the last block's forward pass and the first recomputation.
         runner: Runs the step.
@@ -115,6 +111,7 @@ class StepProfile:
         reserve: Bytes that kernels may use in addition to each peak of this profile.
     """
 
+    blocks: Sequence[Block]
     units: list[Unit]
     head_peak: int
     runner: StepRunner
@@ -197,7 +194,7 @@ def _profile_memory(runner: StepRunner, blocks: Sequence[Block]) -> StepProfile:
 
         runner.step.run(start)
     timelines[0].record_peak()
-    return StepProfile(timelines[0].units, timelines[0].head_peak, runner)
+    return StepProfile(blocks, timelines[0].units, timelines[0].head_peak, runner)
 
 
 def _time_options(profile: StepProfile) -> None:
@@ -209,7 +206,7 @@ def _time_options(profile: StepProfile) -> None:
     plans = {"full": every_layer([unit.block for unit in units])}
     keys = {unit: frozenset(operator.key for operator in unit.expensive) for unit in units}
     if any(keys.values()):
-        plans["part"] = [unit.group(keys[unit]) for unit in units]
+        plans["part"] = [recompute(unit.block, keys[unit]) for unit in units]
     best: dict[tuple[str, ...], float] = defaultdict(lambda: math.inf)
     for _ in range(TIMED_ROUNDS):
         for name, plan in plans.items():

@@ -199,7 +199,7 @@ def test_validation_recomputes_nothing() -> None:
     applied = AppliedPlan(every_layer(find_blocks(model)))
     entered = []
     for forward in applied.forwards:
-        forward.buffers.save = lambda: entered.append(1)  # type: ignore[method-assign]
+        forward.state.save = lambda: entered.append(1)  # type: ignore[method-assign]
     with torch.no_grad():
         model(torch.randn(1, 2, 8))
     assert not entered
@@ -300,7 +300,8 @@ def test_backward_pass_runs_exactly_the_planned_operations(name: str) -> None:
             for unit, run, option in zip(profile.units, runs, options, strict=True)
             if option.kept is not None
         )
-        with AppliedPlan(to_plan(profile, options)):
+        names = [unit.block.name for unit in profile.units]
+        with AppliedPlan(to_plan(profile.blocks, dict(zip(names, options, strict=True)))):
             assert backward_flops(model, batch) - bare == planned
         return planned
 

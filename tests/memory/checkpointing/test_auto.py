@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.batch_plan import (
     BudgetError,
     batch_shapes,
     growth,
+    to_plan,
 )
+from lightning_opt.memory.checkpointing.knapsack import Option
 from lightning_opt.memory.checkpointing.policies import AppliedPlan
 from lightning_opt.memory.checkpointing.standing_memory import (
     bucket_bytes,
@@ -74,6 +77,20 @@ def measured_peak(callback: ActivationCheckpointing, model: Wide) -> int:
         return meter.mark()
     finally:
         applied.undo()
+
+
+def test_block_that_was_skipped_while_measuring_is_recomputed_if_another_is() -> None:
+    blocks = find_blocks(Wide())[:4]
+    keep, full = Option(None, 8, 0.0), Option(frozenset(), 0, 1.0)
+    part = Option(frozenset({("aten.mm.default", 0)}), 4, 0.5)
+    plan = to_plan(blocks, {blocks[0].name: keep, blocks[1].name: full, blocks[3].name: part})
+    treatments = {group.blocks[0]: group.treatment for group in plan}
+    assert treatments == {
+        blocks[1]: "recomputed",
+        blocks[2]: "recomputed",
+        blocks[3]: "recomputed in part",
+    }
+    assert to_plan(blocks, {blocks[0].name: keep}) == []
 
 
 @pytest.mark.parametrize("budget", [0.35, 0.5, 0.7, 1.0])

@@ -1,4 +1,4 @@
-"""State that a block reads and writes besides its inputs: random numbers and buffers."""
+"""State that a block reads and writes besides its inputs: random numbers, buffers, attributes."""
 
 import random
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torchmetrics import MeanMetric
 
 from lightning_opt.core.modules.blocks import Block as Found
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.preserve import ALWAYS_COPIED_BYTES
+from lightning_opt.memory.checkpointing.forward import InputChangedError
 from lightning_opt.memory.checkpointing.policies import AppliedPlan, make_plan
 from lightning_opt.memory.checkpointing.segments import Segment
 
@@ -38,6 +40,8 @@ class Block(nn.Module):
         self.prepare()
 
     def prepare(self) -> None: ...
+
+    def written(self) -> Any: ...
 
 
 class PythonsRandom(Block):
@@ -86,6 +90,44 @@ class LateAverage(Block):
     begun = False
 
 
+class HiddenAverage(Block):
+    """A moving average that is written through `.data`, which has no version."""
+
+    def prepare(self) -> None:
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        self.average.data.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return x + (hidden - self.average).sin()
+
+
+class Counting(Block):
+    """A number and a list in attributes, and a metric, which are written in every run."""
+
+    def prepare(self) -> None:
+        self.count, self.collected, self.metric = 0, [], MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.collected.append(self.count)
+        self.metric.update(x.detach())
+        return x + (self.linear(x) / len(self.collected)).sin()
+
+    def written(self) -> Any:
+        return self.count, self.collected, self.metric.compute()
+
+
+class Sparse(Block):
+    """A buffer without strides."""
+
+    def prepare(self) -> None:
+        self.register_buffer("adjacency", torch.eye(8).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.adjacency @ self.linear(x).sin().mT).mT
+
+
 class Masked(Block):
     """A buffer that is only read."""
 
@@ -96,12 +138,22 @@ class Masked(Block):
         return x + (self.linear(x) * self.mask).sin()
 
 
-KINDS = (PythonsRandom, NumpysRandom, OwnGenerator, OwnStatistics, LateAverage, Masked)
+KINDS = (
+    PythonsRandom,
+    NumpysRandom,
+    OwnGenerator,
+    OwnStatistics,
+    LateAverage,
+    HiddenAverage,
+    Counting,
+    Sparse,
+    Masked,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_buffers_and_random_state_are_identical(policy: str, kind: type[Block]) -> None:
+def test_gradients_state_and_random_numbers_are_identical(policy: str, kind: type[Block]) -> None:
     def run(policy: str) -> Any:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
@@ -113,9 +165,14 @@ def test_gradients_buffers_and_random_state_are_identical(policy: str, kind: typ
         applied.undo()
         kind.begun = False
         drawn = [random.random(), np.random.rand(), torch.rand(2)]  # noqa: NPY002
-        return [p.grad for p in model.parameters()], dict(model.named_buffers()), drawn
+        buffers = {name: buffer.to_dense() for name, buffer in model.named_buffers()}
+        written = [layer.written() for layer in model.layers]
+        return [p.grad for p in model.parameters()], buffers, drawn, written
 
-    torch.testing.assert_close(run(policy), run("none"), rtol=0, atol=0)
+    *tensors, written = run(policy)
+    *expected, plain = run("none")
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=0)
+    assert written == plain
 
 
 @dataclass
@@ -198,6 +255,20 @@ def test_outputs_in_a_dict_keep_their_order() -> None:
         return [p.grad for p in model.parameters()]
 
     torch.testing.assert_close(gradients("block"), gradients("none"), rtol=0, atol=0)
+
+
+def test_block_that_changes_its_parameters_raises() -> None:
+    class MaxNorm(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.linear.weight.div_(self.linear.weight.norm())
+            return self.linear(x)
+
+    model = Stacked(MaxNorm)
+    applied = AppliedPlan(make_plan("every_layer", find_blocks(model), None))
+    with pytest.raises(InputChangedError, match="MaxNorm changes its parameters"):
+        model(torch.ones(3, 8))
+    applied.undo()
 
 
 def test_late_write_to_a_large_buffer_raises() -> None:

@@ -1,0 +1,185 @@
+"""The buffers and attributes that a block writes, such as running statistics and counters.
+
+A recomputation reads the values that the first run read, and its writes are discarded, so running
+statistics are updated once per step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_opt.core.modules.preserve import ALWAYS_COPIED_BYTES
+from lightning_opt.core.modules.state_kinds import INTERNALS, PLAIN, has_user_state
+
+# The number of a submodule, and the name of its buffer or attribute.
+Key = tuple[int, str]
+
+
+class Entry(NamedTuple):
+    """A buffer or attribute: the dictionary that holds it, its name there, and its value."""
+
+    place: dict[str, Any]
+    name: str
+    value: Any
+    key: Key
+
+
+class Saved(NamedTuple):
+    """An entry before a run, its version if it is a tensor, and a copy of its value."""
+
+    entry: Entry
+    version: int
+    copy: Any
+
+    def is_written(self) -> bool:
+        """Return whether the entry was replaced or visibly changed since."""
+        place, name, value, _ = self.entry
+        if place.get(name) is not value:
+            return True
+        if isinstance(value, Tensor):
+            return _version(value) != self.version
+        return _items(value) != _items(self.copy)
+
+    def has_other_values(self) -> bool:
+        value = self.entry.value
+        return _is_dense(value) and not torch.equal(value, self.copy)
+
+    def earlier(self, module: str) -> Entry:
+        """Return the entry as it was before the run.
+
+        Raises:
+            RuntimeError: If a tensor that was not copied has changed.
+        """
+        if self.copy is not None:
+            return self.entry._replace(value=self.copy)
+        if _version(self.entry.value) != self.version:
+            raise RuntimeError(
+                f"{module} writes to its buffer {self.entry.name!r}, which it did not write in "
+                "its first run, so it cannot be recomputed. Leave the block out of "
+                "ActivationCheckpointing(modules=[...])."
+            )
+        return self.entry
+
+
+class WrittenState:
+    """Records what a forward pass writes in a module, and replaces it for a recomputation.
+
+    Buffers are watched in every run. Attributes are tensors, numbers and collections of
+    user-defined modules; only those that the first run writes are watched from then on.
+
+    Attributes:
+        read_only: Whether the first run wrote no buffer; ``None`` before that run. Always False for
+            modules with running statistics, which are written in training mode only.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = type(module).__name__
+        parts = list(enumerate(module.modules()))
+        self._with_buffers = [(number, part) for number, part in parts if part._buffers]
+        self._with_attributes = [
+            (number, part) for number, part in parts if has_user_state(type(part))
+        ]
+        self._written: set[Key] | None = None  # by the first run
+        self._hidden: set[Key] = set()  # of these, the ones whose version did not change
+        self.read_only: bool | None = None if self._with_buffers else True
+        if any(isinstance(part, _NormBase) and part.track_running_stats for _, part in parts):
+            self.read_only = False
+
+    def _entries(self) -> Iterator[Entry]:
+        for number, part in self._with_buffers:
+            for name, value in part._buffers.items():
+                if value is not None:
+                    yield Entry(part._buffers, name, value, (number, name))
+        for number, part in self._with_attributes:
+            for name, value in vars(part).items():
+                key = number, name
+                if _is_state(name, value) if self._written is None else key in self._written:
+                    yield Entry(vars(part), name, value, key)
+
+    def save(self) -> list[Saved]:
+        """Return the values before a run.
+
+        Large tensors that the first run has not written are not copied.
+        """
+        return [Saved(entry, _version(entry.value), self._copy(entry)) for entry in self._entries()]
+
+    def _copy(self, entry: Entry) -> Any:
+        may_write = self._written is None or entry.key in self._written
+        is_large = _is_dense(entry.value) and entry.value.nbytes > ALWAYS_COPIED_BYTES
+        return None if is_large and not may_write else _copied(entry.value)
+
+    def written_since(self, saved: list[Saved]) -> list[Entry]:
+        """Return the entries that were written since, with their earlier values.
+
+        Raises:
+            RuntimeError: If a run writes to a large buffer that the first run has not written.
+        """
+        if self._written is None:
+            self._inspect(saved)
+        return [
+            old.earlier(self._name)
+            for old in saved
+            if old.entry.key in self._hidden or old.is_written()
+        ]
+
+    def _inspect(self, saved: list[Saved]) -> None:
+        """Compare all values after the first run."""
+        visible = {old.entry.key for old in saved if old.is_written()}
+        others = [old for old in saved if old.entry.key not in visible]
+        # Kernels of norm layers, and writes through `.data`, leave the version unchanged.
+        self._hidden = {old.entry.key for old in others if old.has_other_values()}
+        self._written = visible | self._hidden
+        writing = {number for number, _ in self._written}
+        self._with_attributes = [pair for pair in self._with_attributes if pair[0] in writing]
+        if self.read_only is None:
+            buffers = {(n, name) for n, part in self._with_buffers for name in part._buffers}
+            self.read_only = buffers.isdisjoint(self._written)
+
+    def replace(self, values: list[Entry]) -> list[Entry]:
+        """Replace all entries by copies of ``values``, else of themselves; return the entries."""
+        if self.read_only and not values:
+            return []
+        earlier = {entry.key: entry.value for entry in values}
+        entries = list(self._entries())
+        for entry in entries:
+            entry.place[entry.name] = _copied(earlier.get(entry.key, entry.value))
+        return entries
+
+    @staticmethod
+    def restore(entries: list[Entry]) -> None:
+        for entry in entries:
+            entry.place[entry.name] = entry.value
+
+
+def _is_state(name: str, value: Any) -> bool:
+    if name in INTERNALS or "_hooks" in name:
+        return False
+    if isinstance(value, Tensor):
+        return value.grad_fn is None  # each step creates tensors with a graph anew
+    return isinstance(value, PLAIN)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _version(value: Any) -> int:
+    # Inference tensors, such as those of validation, have no version.
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [(id(key), id(item)) for key, item in value.items()]
+    return list(map(id, value)) if isinstance(value, (list, tuple, set, deque)) else []
