@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import sys
+import tempfile
 import warnings
 from typing import Any
 
@@ -129,11 +130,13 @@ def main(installed: list[str]) -> None:
     sys.meta_path.insert(0, NotInstalled(*installed))
     warnings.simplefilter("ignore")
     results: dict[str, dict[str, Any]] = {}
-    for name in installed:
-        pl = importlib.import_module("lightning.pytorch" if name == "lightning" else name)
-        results[name] = {
-            feature: outcome(train(pl, **settings)) for feature, settings in features(pl).items()
-        }
+    with tempfile.TemporaryDirectory() as folder:  # some features write files
+        for name in installed:
+            pl = importlib.import_module("lightning.pytorch" if name == "lightning" else name)
+            results[name] = {
+                feature: outcome(train(pl, default_root_dir=folder, **settings))
+                for feature, settings in features(pl).items()
+            }
     sys.stdout.write(f"\n{json.dumps(results)}\n")
 
 

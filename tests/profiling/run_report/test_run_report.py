@@ -269,7 +269,7 @@ def test_failing_page_warns_once_and_training_continues(tmp_path, monkeypatch, c
 
 def test_page_names_the_callback_that_stopped_the_run(tmp_path):
     fit(tmp_path, lo.RunReport(), Timer({"seconds": 0}))
-    assert read(tmp_path).sentence.startswith("Stopped by Timer after 1 steps in ")
+    assert read(tmp_path).sentence.startswith("Stopped by Timer after 0 steps in ")
 
 
 def test_exception_before_the_first_step_writes_the_page(tmp_path):
