@@ -77,6 +77,17 @@ class MemoryLogger(Logger):
         return [metrics[key] for _, metrics in self.records if key in metrics]
 
 
+class SaveAt(Callback):
+    """Writes a checkpoint after an optimizer step, the first of which is 1."""
+
+    def __init__(self, file: Any, step: int) -> None:
+        self.file, self.step = file, step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.file)
+
+
 class GradientSpy(Callback):
     """Records the total gradient norm of each optimizer's parameters in float64.
 

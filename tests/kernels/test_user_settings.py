@@ -1,9 +1,6 @@
 """The user's globals, environment variables and hooks survive each feature."""
 
 import gc
-import os
-import signal
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.kernels.attention.attention_backend import CAN_SET_ORDER
+from tests.helpers.footprint import process_footprint
 from tests.helpers.models import loader_of
 from tests.helpers.trainers import quiet_trainer
 
@@ -86,26 +84,11 @@ def settings() -> dict[str, Any]:
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return {
-        "environment": dict(os.environ),
+        **process_footprint(),
         "dynamo": dynamo_config.get_config_copy(),
         "functorch": functorch_config.get_config_copy(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "cudnn": (cudnn.benchmark, cudnn.deterministic),
-        "deterministic": torch.get_deterministic_debug_mode(),
-        "attention": (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            torch._C._get_sdp_priority_order() if CAN_SET_ORDER else None,
-        ),
-        "threads": torch.get_num_threads(),
-        "dtype": torch.get_default_dtype(),
-        "garbage": gc.get_threshold(),
-        "signals": signal.getsignal(signal.SIGCHLD),
-        "warnings": list(warnings.filters),
+        "attention order": torch._C._get_sdp_priority_order() if CAN_SET_ORDER else None,
     }
 
 

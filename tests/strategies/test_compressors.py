@@ -175,20 +175,20 @@ def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     codec = TopK(0.01).codec(200_000, CPU)
     residual = torch.zeros(200_000)
-    looks = []
+    passes = []
     original = selection.Selector.at_least
     monkeypatch.setattr(
         selection.Selector,
         "at_least",
-        lambda self, *args: looks.append(original(self, *args)) or looks[-1],
+        lambda self, *args: passes.append(original(self, *args)) or passes[-1],
     )
     counts = []
     for step in range(60):
-        looks.clear()
+        passes.clear()
         codec.compress(residual.add_(torch.randn(200_000, generator=generator)))
         counts.append(read_count(codec.message))
-        assert len(looks) == 1, step
-        assert len(looks[0][0]) < 2 * 2000 or step < 10
+        assert len(passes) == 1, step
+        assert len(passes[0][0]) < 2 * 2000 or step < 10
     assert sum(counts) >= 0.97 * 60 * 2000
 
 

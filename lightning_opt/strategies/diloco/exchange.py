@@ -97,8 +97,8 @@ def exchange(
 
 def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor | None, int]:
     """Return the mean of the finite replicas' residuals, which become 0, and the bytes sent."""
-    mine = residual if finite else torch.zeros_like(residual)
-    total = functional.pad(mine, (0, 1), value=float(finite)).to(_message_device(residual))
+    own = residual if finite else torch.zeros_like(residual)
+    total = functional.pad(own, (0, 1), value=float(finite)).to(_message_device(residual))
     residual.mul_(not finite)
     if replicas.is_leader:
         dist.all_reduce(total, group=replicas.leaders)

@@ -14,7 +14,7 @@ from lightning_opt.kernels.channels_last import channels_last as memory_format
 from lightning_opt.kernels.channels_last.channels_last import Convolutions
 from tests.helpers.footprint import model_footprint
 from tests.helpers.models import SmallNet, assert_same_weights
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import SaveAt, quiet_trainer
 from tests.kernels.convnets import STEPS, ConvNet
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -272,20 +272,11 @@ def test_invalid_policy_raises():
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-class Save(Callback):
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == STEPS:
-            trainer.save_checkpoint(self.file)
-
-
 @pytest.mark.parametrize("policy", ["always", "auto"])
 def test_checkpoints_hold_contiguous_state(policy, tmp_path, monkeypatch):
     force(monkeypatch, True)
     file = tmp_path / "saved.ckpt"
-    fit(ConvNet(), lo.ChannelsLast(policy), Save(file))
+    fit(ConvNet(), lo.ChannelsLast(policy), SaveAt(file, STEPS))
     saved = torch.load(file, weights_only=True)
     tensors = []
     for state in saved["optimizer_states"][0]["state"].values():
@@ -298,7 +289,12 @@ def test_checkpoints_hold_contiguous_state(policy, tmp_path, monkeypatch):
 def test_run_resumes_with_and_without_the_callback(optimizer, saved_with, resumed_with, tmp_path):
     """With fused CPU kernels, which give wrong weights if the state has another layout."""
     file = tmp_path / "saved.ckpt"
-    fit(ConvNet(optimizer), *[lo.ChannelsLast("always")] * saved_with, Save(file), max_epochs=2)
+    fit(
+        ConvNet(optimizer),
+        *[lo.ChannelsLast("always")] * saved_with,
+        SaveAt(file, STEPS),
+        max_epochs=2,
+    )
 
     class Fused(Draws):
         """Switches to fused kernels without a check of layouts, like `fused=True`."""

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,7 +15,7 @@ from lightning_opt.kernels.compiling.compile_model import CompileModel
 from lightning_opt.kernels.compiling.setup import modes_for
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.models import AdversarialNet, assert_same_weights
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import SaveAt, quiet_trainer
 from tests.kernels.compiling.runs import Net, Varying, assert_same, messages_of, train
 
 pytestmark = [
@@ -95,18 +94,10 @@ def test_each_structure_gets_one_region() -> None:
     assert found == {"blocks.0": 3, "other.0": 2, "stack": 1}
 
 
-class SaveAtEachStep(Callback):
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        trainer.save_checkpoint(self.file)
-
-
 def test_checkpoint_written_while_compiled_has_the_same_keys(tmp_path: Any) -> None:
     model, file = Net(), tmp_path / "some.ckpt"
     names = list(model.state_dict())
-    callbacks = [CompileModel(backend="eager"), SaveAtEachStep(file)]
+    callbacks = [CompileModel(backend="eager"), SaveAt(file, 1)]
     quiet_trainer(callbacks=callbacks, max_steps=1).fit(model)
     assert list(torch.load(file, weights_only=True)["state_dict"]) == names
 

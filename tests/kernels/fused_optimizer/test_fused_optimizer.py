@@ -20,7 +20,7 @@ from tests.helpers.models import (
     loader_of,
     weights_of,
 )
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import SaveAt, quiet_trainer
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adam": (Adam, {"amsgrad": True, "weight_decay": 0.1}),
@@ -91,23 +91,12 @@ def test_optimizer_is_restored(kind):
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
 
 
-class Save(Callback):
-    """Saves a checkpoint in the middle of the run."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == 5:
-            trainer.save_checkpoint(self.file)
-
-
 @each_kind
 def test_checkpoints_equal_those_of_a_plain_run(kind, tmp_path):
     cls, settings = KINDS[kind]
     fused, plain = tmp_path / "fused.ckpt", tmp_path / "plain.ckpt"
-    fit(Net(cls, **settings), lo.FusedOptimizer(), Save(fused))
-    fit(Net(cls, **settings), Save(plain))
+    fit(Net(cls, **settings), lo.FusedOptimizer(), SaveAt(fused, 5))
+    fit(Net(cls, **settings), SaveAt(plain, 5))
     (found,), (expected,) = (
         torch.load(file, weights_only=True)["optimizer_states"] for file in (fused, plain)
     )
@@ -120,7 +109,7 @@ def test_checkpoints_equal_those_of_a_plain_run(kind, tmp_path):
 def test_run_resumes_from_checkpoints_with_and_without_the_callback(kind, saved_with, tmp_path):
     cls, settings = KINDS[kind]
     file, spy = tmp_path / "saved.ckpt", Spy()
-    whole = fit(Net(cls, **settings), *[lo.FusedOptimizer()] * saved_with, Save(file))
+    whole = fit(Net(cls, **settings), *[lo.FusedOptimizer()] * saved_with, SaveAt(file, 5))
     resumed = Net(cls, **settings)
     trainer = quiet_trainer(callbacks=[lo.FusedOptimizer(), spy], limit_val_batches=0)
     trainer.fit(resumed, ckpt_path=file, weights_only=True)

@@ -181,8 +181,8 @@ def _compressed_half(path: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(model, strategy, range(20, 40), ckpt_path=path, max_epochs=2)
-    said = any("written without compressed DDP" in str(warning.message) for warning in caught)
-    assert said == (model.global_rank == 0)
+    warned = any("written without compressed DDP" in str(warning.message) for warning in caught)
+    assert warned == (model.global_rank == 0)
     assert_nothing_is_lost(model, strategy, expected(range(40), 2, model))
 
 

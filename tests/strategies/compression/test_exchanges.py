@@ -50,18 +50,18 @@ def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -
     for step in range(5):
         generator = torch.Generator().manual_seed(7 * rank + step)
         gradient = torch.randn(numel, generator=generator)
-        spoilt = step == 2 and numel > 0
-        if spoilt and rank == 1:
+        is_bad = step == 2 and numel > 0
+        if is_bad and rank == 1:
             gradient[-1] = torch.nan
         means = [_average(exchange, gradient, 2.0) for exchange in exchanges]
         for exchange in exchanges:
-            assert exchange.non_finite == spoilt
-            assert exchange.selected == (0 if spoilt and rank == 1 else numel)
-        if spoilt:
+            assert exchange.non_finite == is_bad
+            assert exchange.selected == (0 if is_bad and rank == 1 else numel)
+        if is_bad:
             assert all(mean.isnan().all() for mean in means)
         else:
             assert torch.equal(*means)
-        if not spoilt and step != 3:  # that one is not applied
+        if not is_bad and step != 3:  # that one is not applied
             account += (gradient.double() - means[1].double()) / 2.0
             for exchange in exchanges:
                 exchange.commit(exchange.non_finite)

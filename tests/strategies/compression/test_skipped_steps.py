@@ -1,5 +1,6 @@
 """Skipped, clipped and rolled back steps leave no trace in the residuals."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.strategies.compressors import (
@@ -133,65 +134,7 @@ def test_one_of_two_optimizers_skips_steps():
     launch(_by_turns)
 
 
-# --- an outlier ---------------------------------------------------------------------------------
-
-
-class Regression(Ledger):
-    """A linear model; at ``spike`` one rank's loss is 300 times as large.
-
-    Args:
-        optimizer: ``"SGD"`` or ``"AdamW"``.
-        spike: Step with the outlier.
-    """
-
-    def __init__(self, optimizer: str = "SGD", spike: int | None = None) -> None:
-        super().__init__()
-        del self.weights
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(64, 32)
-        self.optimizer, self.spike = optimizer, spike
-        self.inputs = torch.randn(640, 64)
-        self.targets = torch.nn.Linear(64, 32)(self.inputs).detach()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        loss = (self.layer(inputs) - targets).square().mean()
-        bad = self.trainer.global_step == self.spike and self.global_rank == 1
-        return 300.0 * loss if bad else loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "SGD":
-            return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=16)
-
-    def final_loss(self) -> float:
-        return (self.layer(self.inputs) - self.targets).square().mean().item()
-
-
-def _outlier(kind: str) -> None:
-    for optimizer in ("SGD", "AdamW"):
-        norms, losses = [], []
-        for spike in (None, 60):
-            settings: dict[str, Any] = {"max_epochs": -1, "max_steps": 160}
-            if kind == "guard":
-                settings["callbacks"] = [lo.NonFiniteGuard(spike=8.0)]
-            else:
-                settings["gradient_clip_val"] = 0.3
-            strategy = KeptResiduals(TopK(0.05), ramp_steps=0)
-            model = Regression(optimizer, spike)
-            fit(model, strategy, **settings)
-            norms.append(torch.cat([rest.flatten() for rest in strategy.kept.values()]).norm())
-            losses.append(model.final_loss())
-        assert losses[1] < 1.5 * losses[0], (optimizer, losses)
-        assert norms[1] < 2.0 * norms[0], (optimizer, norms)
-
-
-@pytest.mark.parametrize("kind", ["guard", "clipping"])
-def test_outlier_does_not_leak_past_guard_or_clipping(kind):
-    launch(_outlier, kind)
+# --- clipping -----------------------------------------------------------------------------------
 
 
 class ClipsByHand(Ledger):
@@ -209,9 +152,15 @@ def _clippers() -> None:
             fit(Ledger(), compressed(compressor), range(3), callbacks=[lo.AdaptiveClipping()])
     fit(Ledger(), compressed(Quantize(8)), range(12), callbacks=[lo.AdaptiveClipping()])
     fit(ClipsByHand(), compressed(Quantize(8)), range(12))
-    model, strategy = Ledger(), compressed()
-    fit(model, strategy, range(12), gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    assert all(rest.abs().max() <= 0.09 + 1e-6 for rest in strategy.kept.values())
+    # A rank's gradient is clipped before it enters the residual, in each of the 9 steps.
+    for algorithm, bound in (("value", 0.01), ("norm", 0.01 / math.sqrt(2))):
+        strategy = compressed(bucket_cap_mb=25)
+        fit(
+            Ledger(), strategy, range(12), gradient_clip_val=0.01, gradient_clip_algorithm=algorithm
+        )
+        rest = torch.cat(list(strategy.kept.values()))
+        size = rest.abs().max() if algorithm == "value" else rest.norm()
+        assert 0.5 * bound < size <= 9 * bound + 1e-6
 
 
 def test_clipping_reduced_gradients_raises_with_late_compressors():

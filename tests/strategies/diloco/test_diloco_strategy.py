@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 import lightning_opt as lo
 from tests.helpers.models import SmallNet, batches_of, loader_of
 from tests.helpers.processes import launch
-from tests.helpers.trainers import MemoryLogger
+from tests.helpers.trainers import MemoryLogger, SaveAt
 from tests.strategies.diloco.reference import simulate
 from tests.strategies.runs import dist_world, fit, same_on_all_ranks
 
@@ -119,17 +120,6 @@ def test_training_equals_ddp_and_the_published_algorithm(processes):
 STREAMING = {**WINDOW, "sync_every": 6, "fragments": 3, "delay": 3, "compression": "int4"}
 
 
-class SaveAt(Callback):
-    """Writes a checkpoint in the middle of a window, with a fragment in flight."""
-
-    def __init__(self, path: str, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def _resume(folder: str) -> None:
     path = f"{folder}/half.ckpt"
     first = Net()
@@ -154,13 +144,9 @@ def _resume(folder: str) -> None:
 def _resume_elsewhere(folder: str) -> Any:
     model = Net()
     at_start: list[dict[str, Tensor]] = []
-
-    class Start(Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            at_start.append(weights_of(module))
-
+    start = LambdaCallback(on_train_start=lambda _, module: at_start.append(weights_of(module)))
     trainer = fit(
-        model, lo.DiLoCoStrategy(**STREAMING), ckpt_path=f"{folder}/half.ckpt", callbacks=[Start()]
+        model, lo.DiLoCoStrategy(**STREAMING), ckpt_path=f"{folder}/half.ckpt", callbacks=[start]
     )
     assert trainer.global_step == STEPS
     content = torch.load(f"{folder}/half.ckpt", weights_only=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from torch import Tensor, nn
 
 import lightning_opt as lo
@@ -179,24 +179,26 @@ def _stopped(folder: str) -> None:
     """Early stopping, checkpoints and tests use the same model on all ranks."""
     path = f"{folder}/best.ckpt"
 
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            if trainer.global_step == 6:  # within a window
-                before = flat(module).clone()
-                trainer.save_checkpoint(path)
-                saved = torch.load(path, weights_only=True)["state_dict"]
-                for name, weight in module.state_dict().items():
-                    assert torch.equal(weight, saved[name])
-                mean = sum(of_all_ranks(before)) / 2
-                torch.testing.assert_close(flat(module), mean)  # type: ignore[arg-type]
-                assert not torch.equal(before, flat(module))
+    def save(trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 6:  # within a window
+            before = flat(module).clone()
+            trainer.save_checkpoint(path)
+            saved = torch.load(path, weights_only=True)["state_dict"]
+            for name, weight in module.state_dict().items():
+                assert torch.equal(weight, saved[name])
+            mean = sum(of_all_ranks(before)) / 2
+            torch.testing.assert_close(flat(module), mean)  # type: ignore[arg-type]
+            assert not torch.equal(before, flat(module))
 
     model = Net(lr=1e-4)  # no improvement of 1: rank 0 stops both
     patience = 1 if dist.get_rank() == 0 else 5
     trainer = fit(
         model,
         lo.DiLoCoStrategy(4),
-        callbacks=[Saves(), EarlyStopping("val", patience=patience, min_delta=1.0)],
+        callbacks=[
+            LambdaCallback(on_train_batch_end=save),
+            EarlyStopping("val", patience=patience, min_delta=1.0),
+        ],
         val_check_interval=5,
         limit_val_batches=2,
         max_epochs=3,
@@ -234,10 +236,9 @@ def _unfrozen() -> None:
 def _alike_at_start() -> None:
     """All processes start from the weights and buffers of the first."""
 
-    class Start(Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            assert same_on_all_ranks(module)
-            shifts.append(float(module.shift))
+    def check(trainer: Any, module: Any) -> None:
+        assert same_on_all_ranks(module)
+        shifts.append(float(module.shift))
 
     shifts: list[float] = []
     model = Net()
@@ -245,21 +246,20 @@ def _alike_at_start() -> None:
     model.register_buffer("shift", torch.tensor(2.0 + rank))
     with torch.no_grad():
         model.layer[0].weight += rank  # type: ignore[index]
-    fit(model, lo.DiLoCoStrategy(4), callbacks=[Start()])
+    fit(model, lo.DiLoCoStrategy(4), callbacks=[LambdaCallback(on_train_start=check)])
     assert shifts == [2.0]
 
 
 def _buffer_of_one_rank() -> None:
     """A buffer that changes only on rank 1 is averaged on all ranks."""
 
-    class Changes(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            if trainer.global_rank == 1 and trainer.global_step == 3:
-                module.shift.fill_(4.0)
+    def change(trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            module.shift.fill_(4.0)
 
     model = Net()
     model.register_buffer("shift", torch.zeros(()))
-    fit(model, lo.DiLoCoStrategy(4), callbacks=[Changes()])
+    fit(model, lo.DiLoCoStrategy(4), callbacks=[LambdaCallback(on_train_batch_end=change)])
     assert float(model.shift) == 2.0
 
 
