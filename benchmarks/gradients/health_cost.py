@@ -9,6 +9,7 @@ their usual setting.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 import torch
@@ -22,61 +23,44 @@ from benchmarks.trainer_steps import EXPLANATION, time_steps
 GPU = True
 
 BARE = "bare step"
-Observe = Callable[[int], object]
 
 
-def lightning_grad_norm(module: Regression, every: int = 1) -> Observe:
+def lightning_grad_norm(module: Regression) -> None:
     """Compute Lightning's own norms of all gradients, and read them as a logger would."""
-
-    def observe(step: int) -> None:
-        if step % every == 0:
-            {name: float(norm) for name, norm in grad_norm(module, 2).items()}
-
-    return observe
+    {name: float(norm) for name, norm in grad_norm(module, 2).items()}
 
 
-def histograms(module: Regression, every: int) -> Observe:
+def histograms(module: Regression) -> None:
     """Compute what ``wandb.watch`` does: a histogram of 64 bins per gradient, on the host."""
-
-    def observe(step: int) -> None:
-        if step % every:
-            return
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                flat = parameter.grad.flatten()
-                low, high = flat.min().item(), flat.max().item()
-                flat.histc(bins=64, min=low, max=high if high > low else low + 1).tolist()
-
-    return observe
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            flat = parameter.grad.flatten()
+            low, high = flat.min().item(), flat.max().item()
+            flat.histc(bins=64, min=low, max=high if high > low else low + 1).tolist()
 
 
-def naive_monitor(module: Regression, every: int = 1) -> Observe:
+def naive_monitor(module: Regression) -> None:
     """Compute four numbers per parameter and read each one, as a simple monitor does."""
-
-    def observe(step: int) -> None:
-        if step % every:
-            return
-        for parameter in module.parameters():
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient.norm().item()
-                gradient.abs().max().item()
-                (gradient == 0).float().mean().item()
-                torch.isfinite(gradient).all().item()
-
-    return observe
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.norm().item()
+            gradient.abs().max().item()
+            (gradient == 0).float().mean().item()
+            torch.isfinite(gradient).all().item()
 
 
 class Watch(L.Callback):
-    """Calls a monitor with the step's number before each update."""
+    """Calls a monitor before the update, every few steps."""
 
-    def __init__(self, observe: Observe) -> None:
-        self._observe = observe
+    def __init__(self, observe: Callable[[Any], None], every: int = 1) -> None:
+        self._observe, self._every = observe, every
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._observe(trainer.global_step)
+        if trainer.global_step % self._every == 0:
+            self._observe(pl_module)
 
 
 def measure(name: str, module: Regression, rounds: int, every: int) -> list[dict[str, object]]:
@@ -93,11 +77,11 @@ def measure(name: str, module: Regression, rounds: int, every: int) -> list[dict
             lo.AdaptiveClipping(every_n_steps=every),
         ],
         "GradientHealth(activations=True)": [health(activations=True)],
-        "Lightning grad_norm, each step": [Watch(lightning_grad_norm(module))],
-        f"histograms, every {every} steps": [Watch(histograms(module, every))],
-        "histograms, each step": [Watch(histograms(module, 1))],
-        f"naive monitor, every {every} steps": [Watch(naive_monitor(module, every))],
-        "naive monitor, each step": [Watch(naive_monitor(module))],
+        "Lightning grad_norm, each step": [Watch(lightning_grad_norm)],
+        f"histograms, every {every} steps": [Watch(histograms, every)],
+        "histograms, each step": [Watch(histograms)],
+        f"naive monitor, every {every} steps": [Watch(naive_monitor, every)],
+        "naive monitor, each step": [Watch(naive_monitor)],
     }
     times = time_steps(module, candidates, rounds=rounds, steps=every)
     return [

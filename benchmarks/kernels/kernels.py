@@ -13,18 +13,17 @@ CUDA the same of torch's allocator. Runs in under nine minutes on a CPU.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
-import logging
-import multiprocessing
+import itertools
+import json
 import os
 import statistics
-import time
-import traceback
-import warnings
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -34,9 +33,11 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from benchmarks.kernels.kernels_models import MODELS, Batches, Learner, Parts
-from benchmarks.models import quiet_trainer
-from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.measure.malloc import libc_function, malloc_trim
+from lightning_opt.core.measure.memory import PeakMeter, resident_memory
+from lightning_opt.core.measure.timing import take_turns
 from lightning_opt.core.numerics.ratios import median_ratio
+from lightning_opt.worker.training_process import TrainingProcess
 
 GPU = True
 M_MMAP_THRESHOLD = -3
@@ -90,181 +91,117 @@ def switches(model: str, device: str) -> dict[str, Switch]:
     return found
 
 
-# --- in the process of a configuration -----------------------------------------------------------
+class StepMemory(L.Callback):
+    """Measures how far a step raises memory, whenever a file exists, and writes it there."""
 
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._meter: PeakMeter | None = None
 
-class Turns(L.Callback):
-    """Trains on request and sends the measurements."""
-
-    def __init__(self, pipe: Connection, device: str) -> None:
-        self.pipe, self.device = pipe, device
-        self.left, self.task = WARMUP, "warm up"
-        self.start = 0.0
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.left -= 1
-        if self.left > 0:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if not self._file.exists():
             return
-        wait_for(self.device)
-        seconds = time.perf_counter() - self.start
-        if self.task == "memory":
-            self.pipe.send(self._peak() - self.floor)
-        elif self.task == "warm up":
-            metrics = trainer.callback_metrics
-            self.pipe.send(
-                {
-                    "compile": float(metrics.get("compile/seconds", 0.0)),
-                    "uncompiled": int(metrics.get("compile/uncompiled", 0)),
-                }
-            )
+        gc.collect()
+        if module.device.type == "cuda":
+            self._floor = torch.cuda.memory_allocated()
         else:
-            self.pipe.send((seconds, float(outputs["loss"])))
-        self._obey()
+            # Allocate each tensor in its own pages and return free memory: the peak starts low.
+            libc_function("mallopt")(M_MMAP_THRESHOLD, 2**16)  # type: ignore[misc]
+            malloc_trim()
+            self._floor = resident_memory()
+        self._meter = PeakMeter(module.device)
 
-    def _obey(self) -> None:
-        self.task, self.left = self.pipe.recv()
-        if self.task == "memory":
-            gc.collect()
-            self.floor = self._settle()
-        self.start = time.perf_counter()
-
-    def _settle(self) -> int:
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        libc = ctypes.CDLL(None)
-        # Allocate each tensor in its own pages and return free memory, so that the peak starts low.
-        libc.mallopt(M_MMAP_THRESHOLD, 2**16)
-        libc.malloc_trim(0)
-        with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 - a switch of the kernel
-            file.write("5")
-        return _status("VmRSS")
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.device == "cuda" else _status("VmHWM")
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self._meter is not None:
+            found = {"peak": self._meter.read() - self._floor}
+            for name in ("seconds", "uncompiled"):
+                found[name] = float(trainer.callback_metrics.get(f"compile/{name}", 0.0))
+            self._file.write_text(json.dumps(found))
 
 
-def _status(key: str) -> int:
-    with open("/proc/self/status") as file:  # noqa: PTH123
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith(key))
+def settings(switch: Switch, device: str, file: Path) -> dict[str, Any]:
+    """Return the Trainer's arguments of a configuration."""
+    callbacks = [getattr(lo, key)(**value) for key, value in switch.callbacks.items()]
+    return {
+        "accelerator": "gpu" if device == "cuda" else "cpu",
+        "devices": 1,
+        "precision": switch.precision,
+        "callbacks": [*callbacks, StepMemory(file)],
+    }
 
 
-def train(pipe: Connection, name: str, size: str, switch: Switch, device: str) -> None:
-    """Train until killed."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    if device == "cpu":
-        torch.set_num_threads(1)
-    try:
-        learner = Learner(name, size, switch.parts)
-        callbacks = [getattr(lo, key)(**value) for key, value in switch.callbacks.items()]
-        callbacks.append(Turns(pipe, device))
-        precision = switch.precision
-        trainer = quiet_trainer(device, max_epochs=-1, precision=precision, callbacks=callbacks)
-        loader = DataLoader(Batches(learner), batch_size=None, pin_memory=device == "cuda")
-        trainer.fit(learner, loader)
-    except BaseException:  # noqa: BLE001 - sent to the parent
-        pipe.send(traceback.format_exc())
-
-
-class Runner:
-    """A configuration in its process."""
-
-    def __init__(self, name: str, size: str, switch: Switch, device: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lightning_opt", "benchmarks.kernels.kernels_models"])
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=train, args=(other, name, size, switch, device))
-        self.process.start()
-        other.close()
-
-    def answer(self) -> Any:
-        if not self.pipe.poll(LIMIT):
-            raise TimeoutError(f"no answer within {LIMIT:.0f} s")
-        answer = self.pipe.recv()
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return answer
-
-    def ask(self, task: str, steps: int) -> Any:
-        self.pipe.send((task, steps))
-        return self.answer()
-
-    def end(self) -> None:
-        self.process.kill()  # it has no state to save
-        self.process.join()
-
-
-# --- in the main process -------------------------------------------------------------------------
+def loader(name: str, size: str, device: str) -> DataLoader[Any]:
+    batches = Batches(Learner(name, size, PLAIN))
+    return DataLoader(batches, batch_size=None, pin_memory=device == "cuda")
 
 
 def start(
-    name: str, size: str, device: str, only: Sequence[str] | None
-) -> dict[str, tuple[Runner, dict[str, Any]]]:
-    """Return the warmed-up runners of a model; as many start at once as there are CPUs."""
-    runners: dict[str, Runner] = {}
-    ready: dict[str, dict[str, Any]] = {}
-    wanted = {
-        label: switch
-        for label, switch in switches(name, device).items()
-        if only is None or label in only or label == "plain Lightning"
-    }
-    try:
-        for label, switch in wanted.items():
-            runners[label] = Runner(name, size, switch, device)
-            if len(runners) - len(ready) == min(os.cpu_count() or 1, 16) or label == [*wanted][-1]:
-                for waiting in [key for key in runners if key not in ready]:
-                    ready[waiting] = runners[waiting].answer()
-    except BaseException:
-        for runner in runners.values():
-            runner.end()
-        raise
-    return {label: (runners[label], ready[label]) for label in wanted}
+    name: str, size: str, device: str, wanted: dict[str, Switch], folder: Path, stack: ExitStack
+) -> dict[str, TrainingProcess]:
+    """Return the warmed-up runs of a model; as many start at once as there are CPUs."""
+    runs: dict[str, TrainingProcess] = {}
+    data = partial(loader, name, size, device)
+    for number, (label, switch) in enumerate(wanted.items()):
+        run = TrainingProcess(
+            partial(Learner, name, size, switch.parts),
+            data,
+            partial(settings, switch, device, folder / f"{number}"),
+            timeout=LIMIT,
+        )
+        runs[label] = stack.enter_context(run)
+        if len(runs) % min(os.cpu_count() or 1, 16) == 0 or len(runs) == len(wanted):
+            for waiting in runs.values():
+                if not waiting.steps:
+                    waiting.advance(WARMUP)
+    return runs
 
 
 def measure(
     name: str, size: str, device: str, rounds: int, only: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
     """Return the rows of one model."""
-    warmed = start(name, size, device, only)
-    runners = {label: runner for label, (runner, _) in warmed.items()}
-    try:
-        plain = runners["plain Lightning"]
-        steps = max(2, min(50, round(0.3 / plain.ask("time", 2)[0] * 2)))
-        for runner in [*runners.values()][1:]:
-            runner.ask("time", 2)  # equal numbers of steps, since losses are compared
-        labels = list(runners)
-        seconds: dict[str, list[float]] = {label: [] for label in labels}
-        losses: dict[str, float] = {}
-        for turn in range(rounds):
-            first = turn % len(labels)
-            for label in labels[first:] + labels[:first]:
-                elapsed, losses[label] = runners[label].ask("time", steps)
-                seconds[label].append(elapsed / steps)
-        for runner in runners.values():
-            runner.ask("memory", 1)  # the first one starts with the heap of the rounds
-        peaks = {label: runner.ask("memory", 1) for label, runner in runners.items()}
-    finally:
-        for runner in runners.values():
-            runner.end()
+    wanted = {
+        label: switch
+        for label, switch in switches(name, device).items()
+        if only is None or label in only or label == "plain Lightning"
+    }
+    labels = list(wanted)
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        runs = start(name, size, device, wanted, Path(folder), stack)
+        # Equal numbers of steps for all, since losses are compared.
+        first = {label: run.advance(2)[-1].seconds for label, run in runs.items()}
+        steps = max(2, min(50, round(0.3 / first["plain Lightning"])))
+
+        def turn(run: TrainingProcess) -> float:
+            # The first step after a pause is slower.
+            return statistics.fmean(taken.seconds for taken in run.advance(steps + 1)[1:])
+
+        timers = {label: partial(turn, run) for label, run in runs.items()}
+        found = list(itertools.islice(take_turns(timers), rounds))
+        seconds = {label: [one[label] for one in found] for label in labels}
+        losses = {label: run.steps[-1].loss for label, run in runs.items()}
+        memory: dict[str, dict[str, float]] = {}
+        for number, label in enumerate(labels):
+            file = Path(folder) / f"{number}"
+            file.touch()
+            runs[label].advance(2)  # the first one starts with the heap of the rounds
+            memory[label] = json.loads(file.read_text())
     reference = seconds["plain Lightning"]
     rows = []
     for label in labels:
         ratio = median_ratio(seconds[label], reference)
-        ready = warmed[label][1]
+        peak = memory[label]["peak"]
         rows.append(
             {
                 "model": name,
-                "switch": label + (" (did not compile)" if ready["uncompiled"] else ""),
+                "switch": label + (" (did not compile)" if memory[label]["uncompiled"] else ""),
                 "time": round(ratio, 3),
                 "times faster": round(1 / ratio, 2),
                 "ms": round(1e3 * statistics.median(seconds[label]), 2) if ratio == 1 else None,
-                "peak": round(peaks[label] / peaks["plain Lightning"], 3),
-                "peak MiB": round(peaks[label] / 2**20, 1),
+                "peak": round(peak / memory["plain Lightning"]["peak"], 3),
+                "peak MiB": round(peak / 2**20, 1),
                 "loss": round(losses[label], 4),
-                "compiling s": round(ready["compile"], 1) or None,
+                "compiling s": round(memory[label]["seconds"], 1) or None,
             }
         )
     return rows
