@@ -261,7 +261,7 @@ def _why_not_checkpointing(situation: Situation) -> str | None:
             "the model is unknown: add it by ActivationCheckpointing={'policy': 'every_layer'} or "
             "{'budget_mb': ...}, or let for_model(model) decide"
         )
-    if not situation.why_memory_is_tight:
+    if not situation.memory_is_tight:
         return "the model leaves enough memory for activations"
     return _why_not_deepspeed(situation)
 

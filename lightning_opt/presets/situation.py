@@ -175,12 +175,12 @@ class Situation:
         return self.model is not None and has_compiled_parts(self.model)
 
     @property
-    def why_memory_is_tight(self) -> str:
-        """The reason to save activation memory; empty if there is none or the model is unknown."""
+    def memory_is_tight(self) -> bool:
+        """Whether the model, if it is known, leaves little memory for activations."""
         if self.model is None or self.device not in ("cpu", "cuda"):
-            return ""
+            return False
         if self.device == "cuda" and self.forks:
-            return ""
+            return False
         states = sum(
             parameter.numel() * parameter.element_size() * STATE_MULTIPLE**parameter.requires_grad
             for parameter in self.model.parameters()
@@ -189,6 +189,4 @@ class Situation:
             states //= self.processes
         limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
         memory = min((usage.total for usage in limits.read()), default=math.inf)
-        if states <= MAX_STATE_SHARE * memory:
-            return ""
-        return f"weights and their states take {states / 1e9:.3g} GB of {memory / 1e9:.3g} GB"
+        return states > MAX_STATE_SHARE * memory

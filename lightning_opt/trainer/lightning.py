@@ -70,12 +70,12 @@ else:
 def package_of(owner: object, default: Any = DEFAULT) -> Any:
     """Return the package of an object, a class or a module; ``default`` if it has none."""
     kind = owner if isinstance(owner, type) else type(owner)
-    modules = [base.__module__ for base in kind.__mro__]
-    for name in [owner.__name__] if isinstance(owner, ModuleType) else modules:
-        for package in PACKAGES:
-            # `lightning` itself has the classes of `lightning.pytorch`.
-            if name.partition(".")[0] == package.__name__.partition(".")[0]:
-                return package
+    names = [base.__module__ for base in kind.__mro__]
+    # `lightning` itself has the classes of `lightning.pytorch`.
+    packages = {package.__name__.partition(".")[0]: package for package in PACKAGES}
+    for name in [owner.__name__] if isinstance(owner, ModuleType) else names:
+        if (first := name.partition(".")[0]) in packages:
+            return packages[first]
     return default
 
 
@@ -90,15 +90,9 @@ Callback = _both(pl.Callback)
 LightningDataModule = _both(pl.LightningDataModule)
 LightningModule = _both(pl.LightningModule)
 
-BatchSizeFinder = _both(pl.callbacks.BatchSizeFinder)
 Checkpoint = _both(pl.callbacks.Checkpoint)
 EarlyStopping = _both(pl.callbacks.EarlyStopping)
 GradientAccumulationScheduler = _both(pl.callbacks.GradientAccumulationScheduler)
-LearningRateFinder = _both(pl.callbacks.LearningRateFinder)
-LearningRateMonitor = _both(pl.callbacks.LearningRateMonitor)
-ModelSummary = _both(pl.callbacks.ModelSummary)
-ProgressBar = _both(pl.callbacks.ProgressBar)
-Timer = _both(pl.callbacks.Timer)
 
 DDPStrategy = _both(pl.strategies.DDPStrategy)
 DeepSpeedStrategy = _both(pl.strategies.DeepSpeedStrategy)

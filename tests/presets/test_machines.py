@@ -56,6 +56,9 @@ def test_choices_differ_for_one_gpu_eight_gpus_and_two_nodes() -> None:
     assert {"precision", "CompileModel", "FusedOptimizer", "MicroBatching"} <= one
     assert eight - one == {"GarbageCollection"}, "ranks wait for each other's collections"
     assert on("ultra", devices=8, num_nodes=2) - eight == {"strategy"}
+    assert chosen("ultra", devices=8, num_nodes=2)["strategy"].settings == "ddp_compressed"
+    assert not chosen("ultra", num_nodes=2, strategy="fsdp")["strategy"].is_on
+    assert "strategy" not in chosen("advanced", devices=8, num_nodes=2)
     assert not one - eight
     reason = chosen("ultra", devices=8)["strategy"].because
     assert reason == "all processes are on one machine, without a network between them"
@@ -69,6 +72,7 @@ def test_compiling_is_always_measured() -> None:
 def test_memory_decides_on_checkpointing() -> None:
     """Of the total memory of a device; frozen weights have no gradients and states."""
     small, tight, frozen = Wide(1.0), Wide(18.0), Wide(18.0).requires_grad_(False)
+    assert "ActivationCheckpointing" not in on("advanced", devices=1), "the model is unknown"
     assert "ActivationCheckpointing" not in on("advanced", small, devices=1)
     assert "ActivationCheckpointing" in on("advanced", tight, devices=1)
     assert "ActivationCheckpointing" not in on("advanced", frozen, devices=1)
@@ -76,3 +80,12 @@ def test_memory_decides_on_checkpointing() -> None:
     assert "ActivationCheckpointing" not in on("advanced", tight, **sharded)
     because = chosen("advanced", tight, **sharded)["ActivationCheckpointing"].because
     assert because == "the model leaves enough memory for activations"
+
+
+def test_compiling_decides_on_the_checkpointing_policy() -> None:
+    compiled = chosen("advanced", Wide(18.0), devices=1)
+    assert compiled["CompileModel"].is_on
+    assert compiled["ActivationCheckpointing"].settings == {"policy": "every_layer"}
+    preset = lo.preset("advanced", CompileModel=None).for_model(Wide(18.0))
+    found = {choice.part.name: choice for choice in preset.choose(accelerator="cuda", devices=1)}
+    assert found["ActivationCheckpointing"].settings == {"policy": "auto", "strict": False}

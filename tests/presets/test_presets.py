@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset
 import lightning_opt as lo
 from lightning_opt.core.measure import machine
 from lightning_opt.presets import situation
+from lightning_opt.trainer.run_callback import RunCallback
 from tests.helpers.models import (
     AdversarialNet,
     SmallNet,
@@ -194,6 +195,29 @@ def test_unsupported_part_is_left_out_at_the_start_with_a_warning():
     assert not any(isinstance(callback, lo.AdaptiveClipping) for callback in trainer.callbacks)
 
 
+class Unsupported(RunCallback):
+    def on_train_start(self, trainer, pl_module):
+        raise ValueError("not here")
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+def test_part_that_raises_when_training_starts_is_left_out():
+    with pytest.warns(UserWarning, match="leaves out Unsupported: not here"):
+        trainer = fit(lo.Preset("any").plus(Unsupported), SmallNet())
+    assert trainer.global_step == 24
+
+
+class Batches:
+    def __iter__(self):
+        return iter(loader_of(3))
+
+
+def test_ultra_trains_on_a_loader_that_is_not_of_torch():
+    model = SmallNet()
+    model.train_dataloader = Batches
+    assert fit(quick("ultra"), model).global_step == 6
+
+
 def test_named_part_raises_if_it_is_not_supported():
     with pytest.raises(ValueError, match=r"MicroBatching does not work under manual"):
         fit(quick("ultra", MicroBatching={"size": 2}), AdversarialNet())
@@ -235,18 +259,6 @@ def test_clipping_works_with_dense_compression():
         assert "AdaptiveClipping" in on(lo.preset("basic"), strategy=strategy, devices=2)
 
 
-def test_deepspeed_excludes_gradient_callbacks():
-    assert on(lo.preset("basic"), strategy="deepspeed") == ["PerformanceMonitor", "MemoryCleanup"]
-
-
-def test_several_nodes_add_compression():
-    preset = lo.preset("ultra")
-    assert preset.trainer_kwargs(devices=2, num_nodes=2)["strategy"] == "ddp_compressed"
-    assert "strategy" not in preset.trainer_kwargs(devices=4)
-    assert preset.trainer_kwargs(num_nodes=2, strategy="fsdp")["strategy"] == "fsdp"
-    assert "strategy" not in lo.preset("advanced").trainer_kwargs(num_nodes=2)
-
-
 # --- checkpointing and batch sizes, where they are asked for --------------------------------------
 
 
@@ -276,34 +288,6 @@ def test_checkpointing_by_blocks_works_with_compiling():
     trainer = fit(asked, Blocks())
     (callback,) = [c for c in trainer.callbacks if isinstance(c, lo.ActivationCheckpointing)]
     assert len(callback.blocks) == 4
-
-
-class Huge(LightningModule):
-    """As many weights as needed, on the meta device."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.layers = nn.Sequential(
-                *(nn.Sequential(nn.Linear(features, features), nn.ReLU()) for _ in range(4))
-            )
-
-
-def test_checkpointing_is_added_if_memory_is_tight():
-    preset, trainer = quick("advanced"), {"accelerator": "cpu"}
-    assert "ActivationCheckpointing" not in on(preset, **trainer)
-    assert "enough memory" in reason(
-        preset.for_model(Huge(8)), "ActivationCheckpointing", **trainer
-    )
-
-    memory = min(usage.total for usage in situation.MemoryLimits(torch.device("cpu")).read())
-    huge = preset.for_model(Huge(int((0.75 * memory / 4 / 16) ** 0.5)))  # 4 layers, 16 bytes each
-    assert {"ActivationCheckpointing", "CompileModel"} <= set(on(huge, **trainer))
-    settings = {c.part.name: c.settings for c in huge.choose(**trainer)}
-    assert settings["ActivationCheckpointing"] == {"policy": "every_layer"}
-    without = huge.override(CompileModel=None)
-    settings = {c.part.name: c.settings for c in without.choose(**trainer)}
-    assert settings["ActivationCheckpointing"] == {"policy": "auto", "strict": False}
 
 
 # --- the machine ----------------------------------------------------------------------------------
