@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from lightning_opt.core.arguments import check_fraction, check_one_of, check_positive
@@ -66,6 +67,7 @@ def autotune(
 
     Raises:
         FitFailed: If the baseline fails. Its traceback includes that of the training.
+        RuntimeError: In a rank above 0 of a distributed run.
         TypeError: If model, data or base are not factories.
         ValueError: For invalid arguments.
 
@@ -73,6 +75,7 @@ def autotune(
         >>> result = lo.autotune(make_model, make_data, budget="2m")  # doctest: +SKIP
         >>> trainer = L.Trainer(**result.trainer_kwargs(max_epochs=3))  # doctest: +SKIP
     """
+    _check_rank()
     seconds = parse_budget(budget)
     check_candidates(candidates)
     goal = Objective(
@@ -81,8 +84,8 @@ def autotune(
         check_fraction("min_gain", min_gain),
     )
     return Tuning(
-        check_factory("model", model),
-        check_factory("data", data),
+        model=check_factory("model", model),
+        data=check_factory("data", data),
         base=check_settings("base", base),
         candidates=candidates,
         objective=goal,
@@ -90,6 +93,16 @@ def autotune(
         timeout=None if timeout is None else check_positive("timeout", timeout),
         progress=progress,
     ).run()
+
+
+def _check_rank() -> None:
+    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK") if name in os.environ), "0")
+    if rank != "0":
+        raise RuntimeError(
+            f"autotune was called in rank {rank} of a distributed run. Each rank would search and "
+            "could find different settings. Search in a separate script, save the result with "
+            "result.save(folder), and train with the settings in folder/trainer.yaml."
+        )
 
 
 def parse_budget(budget: str | float) -> float:

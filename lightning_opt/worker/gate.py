@@ -1,4 +1,4 @@
-"""A run that waits between blocks of steps, and times each step."""
+"""A training that pauses between blocks of steps, and times each step."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ RUN_DEFAULTS: dict[str, Any] = {
     "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
     "max_epochs": -1, "max_steps": -1,
 }  # fmt: skip
-"""Trainer arguments unless the user's settings have them: no output, no validation, no end."""
+"""Default Trainer arguments: no output, no validation, no limits."""
 
 MAX_PAUSE = timedelta(days=1)
-"""Timeout of the broadcast in which ranks wait for the next block."""
+"""Timeout of the broadcast in which ranks above 0 wait for the next block."""
 
 SPIN_SECONDS = 0.01
-"""Seconds to wait after a block until OpenMP's threads stop spinning. Spinning threads slow the
+"""Seconds to wait after a block until OpenMP's threads stop spinning. Otherwise they slow down the
 first steps of the next process by up to a tenth."""
 
 
@@ -64,7 +64,7 @@ class Step(NamedTuple):
         seconds: From the end of the previous batch to its own end, including the wait for data.
             Measured by CUDA events on a GPU. On devices other than CPU and GPU: the mean over its
             block.
-        loss: The return value of ``training_step``, NaN without one.
+        loss: The loss that ``training_step`` returned, or NaN.
         samples: Samples in the batch, over all ranks.
     """
 
@@ -74,19 +74,18 @@ class Step(NamedTuple):
 
 
 class Stopped(Exception):  # noqa: N818 - a way to end, not an error
-    """Raised inside the run to end it, so that its callbacks and loaders clean up."""
+    """Raised inside the run to end it after its callbacks and loaders have cleaned up."""
 
 
 class StepGate(BaseCallback):
     """Pauses the run before its first step and after each block of steps.
 
-    The workers of its loaders are suspended too: batches prepared during the pause would make the
-    next block look faster than training is.
+    The workers of its loaders are suspended too. Otherwise they would prepare batches during the
+    pause, and the next block would be too fast.
 
     Args:
-        exchange: Called on rank 0 with the Trainer and the steps of the last block (before the
-            first block, with none). It waits, and returns the number of steps of the next block; 0
-            ends the run.
+        exchange: Called on rank 0 with the Trainer and the steps of the last block, none before the
+            first one. It waits, and returns the number of steps of the next block. 0 ends the run.
 
     Attributes:
         started: Whether the run has reached its first step.
@@ -102,7 +101,7 @@ class StepGate(BaseCallback):
         self._samples: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
-        return BaseCallback()  # trials of batch sizes copy callbacks, and must not wait here
+        return BaseCallback()  # trials of batch sizes copy callbacks, and must not pause
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
@@ -168,7 +167,7 @@ class StepGate(BaseCallback):
 
 @contextlib.contextmanager
 def _children_suspended() -> Iterator[None]:
-    """Suspend the processes that multiprocessing has started from here, until the end."""
+    """Suspend the processes that multiprocessing has started from this one."""
     import psutil
 
     stopped = []
@@ -186,10 +185,10 @@ def _children_suspended() -> Iterator[None]:
 
 
 def start_on_first_cpu(trainer: pl.Trainer) -> None:
-    """Move this thread to the CPU on which the other runs start their steps, without pinning it.
+    """Move this thread to the CPU where all runs start their steps, without pinning it there.
 
-    CPUs of a shared machine differ in speed by a tenth for seconds, and a thread mostly stays on
-    its CPU. Pinning would also pin the threads and workers that training starts.
+    For seconds, the CPUs of a shared machine can differ in speed by a tenth, and a thread mostly
+    stays on its CPU. Pinning would also pin the threads and workers that the training starts.
     """
     if trainer.strategy.root_device.type == "cpu" and hasattr(os, "sched_setaffinity"):
         allowed = allowed_cpus()
@@ -205,7 +204,7 @@ def _loss_of(outputs: Any, accumulated: int) -> Any:
 
 
 class _LenientSchedulers(BaseCallback):
-    """Lets learning rate schedulers skip updates whose monitored metric is missing."""
+    """Lets schedulers of learning rates skip updates whose monitored metric is missing."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for scheduler in trainer.lr_scheduler_configs:
@@ -213,9 +212,9 @@ class _LenientSchedulers(BaseCallback):
 
 
 def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
-    """Remove the callbacks from a Trainer's arguments; return the ones that a short run can use.
+    """Remove the callbacks from Trainer arguments, and return those that work in a short run.
 
-    Lightning rejects checkpoint callbacks where checkpoints are disabled, and early stopping needs
+    Checkpoint callbacks do not work if checkpoints are disabled, early stopping not without
     validation.
     """
     given = arguments.pop("callbacks", None) or []
@@ -244,7 +243,7 @@ def run(
     seed: int,
     on_device: Callable[[torch.device], None],
 ) -> pl.Trainer:
-    """Train until the gate ends the run, or its data or the user's limits do.
+    """Train until the gate, the data or the user's limits end the run.
 
     The seed is set before the Trainer, the model, the data and the training are created.
 
@@ -267,20 +266,20 @@ def run(
     if isinstance(trainer.strategy.launcher, MultiProcessingLauncher):
         raise ValueError(
             f"{type(trainer.strategy).__name__} spawns or forks its processes, which cannot be "
-            "measured step by step. Take strategy='ddp'."
+            "measured step by step. Use strategy='ddp'."
         )
     if trainer.num_nodes > 1:
         raise ValueError(
-            f"num_nodes={trainer.num_nodes} cannot be measured step by step from one process: "
-            "measure on one node, with num_nodes=1."
+            f"num_nodes={trainer.num_nodes} cannot be measured step by step from one process. Use "
+            "one node, num_nodes=1."
         )
     on_device(trainer.strategy.root_device)
-    start_on_first_cpu(trainer)  # so that memory is allocated near that CPU
+    start_on_first_cpu(trainer)  # memory is allocated near this CPU
     reseed()
     module = make("model", model)
     if not isinstance(module, LightningModule):
         raise TypeError(f"model must make a LightningModule, got {type(module).__name__}.")
-    if package_of(module) is not package:  # the guess was wrong
+    if package_of(module) is not package:  # package_behind guessed wrong
         reseed()
         trainer = _make_trainer(package_of(module), settings, gate)
     reseed()

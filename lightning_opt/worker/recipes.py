@@ -1,4 +1,4 @@
-"""Factories: functions and import paths that create the model, the data and the Trainer."""
+"""Factories: functions or import paths that create the model, the data and Trainer arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT_NAMES = ("callbacks", "strategies", "plugins", "loggers", "profilers")
 
 
 def check_factory(name: str, given: Any) -> Any:
-    """Return ``given`` if it may be a factory. Import paths are resolved later, by :func:`make`."""
+    """Return a factory, or raise. Import paths are resolved later, by :func:`make`."""
     if isinstance(given, str):
         if not all(given.rpartition(":")[::2]):
             raise ValueError(
@@ -53,7 +53,7 @@ def _check_callable(name: str, given: Any) -> None:
         raise TypeError(
             f"{name} must be a function without arguments that makes it, or its import path such "
             f"as 'package.module:attribute', because each process makes its own. Got an object of "
-            f"type {type(given).__name__}; write a function that returns it."
+            f"type {type(given).__name__}: write a function that returns it."
         )
 
 
@@ -65,7 +65,7 @@ def make(name: str, factory: Factory) -> Any:
 
 
 def as_mapping(given: Settings) -> Mapping[str, Any]:
-    """Return the arguments as a mapping, after calling them if they are a function or its path.
+    """Return Trainer arguments as a mapping. A factory is called.
 
     Raises:
         TypeError: If a factory does not return a mapping.
@@ -80,12 +80,9 @@ def as_mapping(given: Settings) -> Mapping[str, Any]:
 
 
 def package_behind(factory: Factory) -> Any:
-    """Return the package of Lightning that a factory's module imports, or its class comes from.
-
-    That is a guess for a function, whose model may come from elsewhere.
-    """
+    """Guess the package of Lightning from a factory's class, or from the imports of its module."""
     factory = import_attribute(factory) if isinstance(factory, str) else factory
-    target = getattr(factory, "target", None)  # the import path that a recipe of the CLI has
+    target = getattr(factory, "target", None)  # recipes of the CLI have an import path
     if isinstance(target, str):
         return package_behind(target)
     function = factory.func if isinstance(factory, partial) else factory
@@ -109,19 +106,19 @@ def import_attribute(path: str) -> Any:
 
 
 def _module_of_file(path: str) -> ModuleType:
-    """Import a file once, under the name it would have if imported from its folder."""
+    """Import a file once, with its stem as the module's name."""
     file = Path(path).resolve()
     name = file.stem
     loaded = sys.modules.get(name)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() != file:
-        name = f"_{name}_{abs(hash(file)):x}"  # another module has the name
+        name = f"_{name}_{abs(hash(file)):x}"  # another module has this name
         loaded = sys.modules.get(name)
     if loaded is not None:
         return loaded
     if not file.exists():
         raise ImportError(f"There is no file {str(path)!r}.")
     if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # as in a script, for its imports
+        sys.path.insert(0, str(file.parent))  # for its imports, as in a script
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -136,9 +133,9 @@ def _module_of_file(path: str) -> ModuleType:
 
 
 def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
-    """Create objects from ``{"class_path": ..., "init_args": {...}}``, inside lists and dicts too.
+    """Create objects from ``{"class_path": ..., "init_args": {...}}``, in lists and dicts too.
 
-    Like LightningCLI of a package of Lightning, but without its conversion of types.
+    Unlike LightningCLI, it converts no types.
     """
     if isinstance(value, Mapping):
         items = {key: instantiate(item, package) for key, item in value.items()}

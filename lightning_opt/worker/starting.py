@@ -1,8 +1,8 @@
-"""Starting processes that train, and killing them with all the processes that they have started.
+"""Starts processes that train, and kills them with all processes that they have started.
 
-Importing torch and Lightning takes seconds of CPU in each new interpreter, more than many
-measurements. On Linux without CUDA, the standard library's fork server imports them once and forks
-from there: a run then starts in 0.2 s, in place of 5.
+A new interpreter imports torch and Lightning for seconds, longer than many measurements take. On
+Linux without CUDA, the standard library's fork server imports them once and is then forked: a run
+starts in 0.2 s instead of 5.
 """
 
 from __future__ import annotations
@@ -28,33 +28,36 @@ RANK_VARIABLES = (
     "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
     "RANK", "WORLD_SIZE",
 )  # fmt: skip
-"""Environment variables of a distributed run. They are removed, because the new run is not part of
-the one that starts it."""
+"""Environment variables of a distributed run. They are removed for the new process, which is not a
+rank of the run that starts it."""
 
 CLUSTER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
-"""Prefixes of further such variables."""
+"""Prefixes of other variables of a distributed run."""
 
 STARTUP_PREFIXES = (
     "CUDA", "GOMP", "KMP", "LD_", "MALLOC", "MKL", "NUM", "NVIDIA", "OMP", "OPENBLAS", "PYTHON",
     "PYTORCH", "TORCH",
 )  # fmt: skip
-"""Prefixes of variables that Python or a library may read only when it starts. A fork of a server
-that was started with other values would ignore them."""
+"""Prefixes of variables that Python or a library may read only when it starts. A fork ignores
+changes since the start of the server."""
+
+MAX_SERVER_START = 600.0
+"""Maximum seconds for the fork server to import everything."""
 
 _lock = threading.Lock()
 _startup_variables_of_server: dict[str, str] = {}
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
-    """Start a process that is no rank of a distributed run and has never used CUDA.
+    """Start a process that is not a rank of this distributed run and has not used CUDA.
 
     Args:
-        function: A function of a module. In the process it is called with a connection, the
+        function: A function of a module. The process calls it with a connection, the
             :class:`ProcessState` to apply, and the arguments.
-        *arguments: Further arguments of the function; they are pickled.
+        *arguments: Further arguments of the function. They are pickled.
 
     Returns:
-        The process, and the other end of the connection.
+        The process, and this end of the connection.
     """
     path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109 - as Python writes it
     environment = {
@@ -67,7 +70,7 @@ def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseP
     state = ProcessState(environment, os.getcwd(), start_method)  # noqa: PTH109
     with _lock, mock.patch.dict(os.environ, environment, clear=True), _without_main_script():
         context = _context(environment, function.__module__)
-        get_temp_dir()  # otherwise each process creates one, which a kill would leave behind
+        get_temp_dir()  # otherwise each process creates a folder that remains after a kill
         with defer_ctrl_c():
             ours, theirs = context.Pipe()
             with theirs:
@@ -77,7 +80,7 @@ def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseP
 
 
 def _context(environment: dict[str, str], module: str) -> Any:
-    """Return the fork server's context if its forks behave like new processes, else spawn's."""
+    """Choose the fork server's context if its forks behave like new processes, else spawn's."""
     if sys.platform == "linux" and not torch.cuda.is_available():
         read_at_start = {
             name: value for name, value in environment.items() if name.startswith(STARTUP_PREFIXES)
@@ -97,21 +100,28 @@ def _launch_server(context: Any) -> None:
     import psutil
 
     here = psutil.Process()
-    resource_tracker.ensure_running()  # it unblocks Ctrl-C when it starts, so before the server
+    resource_tracker.ensure_running()  # first, because its start unblocks Ctrl-C
     before = here.children()
     with defer_ctrl_c():
         forkserver.ensure_running()
     for server in set(here.children()) - set(before):
-        Finalize(None, server.kill, exitpriority=-1)  # by itself it ends seconds later
-    context.Process(target=os.getpid).start()  # returns when the server answers
+        Finalize(None, server.kill, exitpriority=-1)  # by itself it would end seconds later
+    # The start of a process returns when the server is ready.
+    first_start = threading.Thread(target=context.Process(target=os.getpid).start, daemon=True)
+    first_start.start()
+    first_start.join(MAX_SERVER_START)
+    if first_start.is_alive():
+        raise RuntimeError(
+            f"The fork server did not import torch and Lightning within {MAX_SERVER_START:g} s."
+        )
 
 
 @contextlib.contextmanager
 def defer_ctrl_c() -> Iterator[None]:
-    """Handle Ctrl-C at the end of the context, so that new files and processes have an owner.
+    """Handle Ctrl-C at the end of the context, so that no new file or process is lost track of.
 
-    A terminal sends Ctrl-C to all processes. The signal is also blocked, so that processes started
-    here inherit the mask and do not receive it.
+    A terminal sends Ctrl-C to all processes. The signal is also blocked, because processes that are
+    started here inherit the mask and then ignore it.
     """
     handler = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -133,7 +143,7 @@ def defer_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_main_script() -> Iterator[None]:
-    """Keep multiprocessing from running the user's script again, which may lack a main guard."""
+    """Keep multiprocessing from executing the user's script again: it may have no main guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -143,7 +153,7 @@ def _without_main_script() -> Iterator[None]:
 
 
 class ProcessState(NamedTuple):
-    """The environment variables, working directory and start method of a new process."""
+    """The environment variables, working directory and start method for a new process."""
 
     environment: dict[str, str]
     folder: str
@@ -151,12 +161,12 @@ class ProcessState(NamedTuple):
 
     def apply(self, log: str) -> None:
         """Make this process independent of its parent, and redirect its output into a file."""
-        _redirect_output(os.devnull, 0, 1, 2)  # in case the log's folder is gone already
+        _redirect_output(os.devnull, 0, 1, 2)  # in case the log's folder no longer exists
         _redirect_output(log, 1, 2)
         if hasattr(os, "setsid"):
             os.setsid()
         if hasattr(signal, "pthread_sigmask"):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # discards a pending one
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # discards a pending signal
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
@@ -178,7 +188,7 @@ _PADDING: list[Any] = []
 def _shift_allocations() -> None:
     """Shift all later allocations by a random distance.
 
-    All forks of one process use the same addresses. How these fall into the caches may favour one
+    All forks use the same addresses. Their placement in the caches could otherwise favour the same
     configuration at every start.
     """
     _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
@@ -191,10 +201,10 @@ def kill_tree(pid: int) -> None:
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        family = [*process.children(recursive=True), process]  # some lead groups of their own
+        family = [*process.children(recursive=True), process]  # some lead their own group
     for member in family:
         with contextlib.suppress(psutil.Error):
             member.kill()
-    if hasattr(os, "killpg"):  # also those whose parent has ended
+    if hasattr(os, "killpg"):  # also processes whose parent has ended
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

@@ -41,7 +41,7 @@ MAX_LOG_CHARACTERS = 16_000
 
 
 class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a measurement
-    """A run could not continue. Its traceback shows that of the process above its own.
+    """A run could not continue. The traceback of its process is printed above this one.
 
     Attributes:
         kind: ``"setup"`` (before the first step), ``"error"`` (an exception in training, or the end
@@ -57,30 +57,33 @@ class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a mea
 
 
 class TrainingProcess:
-    """A run by a Lightning Trainer in a fresh process that takes steps on request.
+    """A training in a new process that takes steps on request.
 
     Between two calls of :meth:`advance` the process waits and uses no CPU, so several processes can
-    take turns. The constructor does not wait for the start; the first :meth:`advance` or
-    :attr:`summary` does. The process ends, with all processes that it has started, when
-    :meth:`close` is called, when the ``with`` block ends, when this object is deleted, or when the
-    parent process ends in any way.
+    take turns. The constructor does not wait for the start, but the first :meth:`advance` or
+    :attr:`summary` does. The process and all processes that it has started end when :meth:`close`
+    is called, when the ``with`` block ends, when this object is deleted, or when the parent process
+    ends in any way.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``. Functions of
             ``__main__`` and of notebooks are sent by value.
         data: The same, for a LightningDataModule or an iterable of batches such as a DataLoader.
-        settings: Arguments of the Trainer, or a function that returns them, called in the process
+        settings: Arguments of the Trainer, or a function that returns them. The process calls it,
             so that callbacks are new. Objects may be written as ``{"class_path": ..., "init_args":
             {...}}``. By default there is no logger, checkpoint, progress bar or validation, and no
             limit of steps or epochs.
-        seed: The random seed, set before the Trainer, the model, the data and the run are created,
-            so that two runs start equal even if their settings draw random numbers.
+        seed: The random seed. It is set before each of Trainer, model, data and run is created, so
+            that runs start equally even if their settings draw random numbers.
         timeout: Maximum seconds for the start, and for each call of :meth:`advance`.
 
     Attributes:
         steps: All steps so far.
-        timeout: As given; it can be changed.
+        timeout: The timeout. It can be changed.
+        peak_bytes: Peak memory at the end of the last :meth:`advance`. On CUDA: the peak of memory
+            allocated by torch. On a CPU: the peak of resident memory above the level before the
+            model was created, without workers of loaders. With several ranks, of rank 0.
 
     Raises:
         TypeError: If model, data or settings are not factories.
@@ -107,7 +110,7 @@ class TrainingProcess:
         }
         self.timeout = check_positive("timeout", timeout)
         self.steps: list[Step] = []
-        self._peak = 0
+        self.peak_bytes = 0
         self._summary: dict[str, Any] | None = None
         self._failure: FitFailed | None = None
         payload = {
@@ -136,23 +139,11 @@ class TrainingProcess:
         return self._summary
 
     @property
-    def peak_bytes(self) -> int:
-        """Peak memory in bytes, as of the end of the last :meth:`advance`.
-
-        On CUDA: the peak of memory allocated by torch. On a CPU: the peak of resident memory above
-        the level before the model was created, without workers of loaders. With several ranks, the
-        value of rank 0.
-        """
-        return self._peak
-
-    @property
     def closed(self) -> bool:
         return not self._finalizer.still_active()
 
     def advance(self, steps: int) -> list[Step]:
-        """Take steps and return them.
-
-        A step is one batch: with accumulated gradients, only some steps update the weights.
+        """Take steps and return them. A step is one batch, even if gradients are accumulated.
 
         Args:
             steps: The number of steps, at least 1.
@@ -164,19 +155,19 @@ class TrainingProcess:
         check_at_least("steps", steps, 1)
         self._wait_until_ready()
         self._send(steps)
-        _, taken_steps, self._peak = self._receive()
+        _, taken_steps, self.peak_bytes = self._receive()
         taken = [Step(*step) for step in taken_steps]
         self.steps += taken
         if len(taken) < steps:
             self._fail(
                 "error",
-                f"The training ended after {len(self.steps)} steps, by its own limits (max_steps, "
-                "max_epochs, early stopping) or the end of its data.",
+                f"The training ended after {len(self.steps)} steps, because of its own limits "
+                "(max_steps, max_epochs, early stopping) or the end of its data.",
             )
         return taken
 
     def close(self) -> None:
-        """End the run. It has a few seconds to clean up, then it is killed. Can be called again."""
+        """End the run. It is killed if it does not clean up within a few seconds."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, Exception):
             self._finalizer()  # Ctrl-C: at once
@@ -209,7 +200,7 @@ class TrainingProcess:
             self._finalizer()
             raise
         if message[0] != "ready":
-            self._fail("setup", "The run has no steps to take: its data are empty.")
+            self._fail("setup", "The run has no steps: its data is empty.")
         self._summary = message[1]
 
     def _send(self, steps: int) -> None:
@@ -219,7 +210,7 @@ class TrainingProcess:
     def _receive(self) -> Any:
         deadline = time.monotonic() + self.timeout
         while not self._connection.poll(max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))):
-            if any(self._folder.glob(f"*{FAILED}")):  # rank 0 may wait for that rank for ever
+            if any(self._folder.glob(f"*{FAILED}")):  # rank 0 may wait for that rank forever
                 self._fail("died", "Another rank has failed.")
             if not self._process.is_alive():
                 assert self._process.pid is not None
@@ -260,7 +251,7 @@ class TrainingProcess:
             return ""
 
     def _fail(self, kind: str, message: str, details: str = "", at: float = math.inf) -> NoReturn:
-        """Raise the failure that came first: other ranks fail because of it."""
+        """Raise the first failure of all ranks, which is the cause of the others."""
         others = [pickle.loads(file.read_bytes()) for file in self._folder.glob(f"*{FAILED}")]
         _, *first = min([(at, kind, message, details), *others])
         self._failure = FitFailed(*first)
@@ -283,15 +274,15 @@ def describe_exit(status: int) -> tuple[str, str]:
 
 
 def _pickled(recipe: dict[str, Any]) -> bytes:
-    import cloudpickle  # imported late: only measurements need it
+    import cloudpickle  # only measurements need it
 
     try:
         return bytes(cloudpickle.dumps(recipe))
     except Exception as error:
         raise TypeError(
-            "model, data and settings are sent to a process of their own, and something in them "
-            f"cannot be pickled: {error}. Create it inside the function instead of before it; "
-            "settings may be a function too."
+            "model, data and settings are sent to another process, but an object in them cannot "
+            f"be pickled: {error}. Create it inside the function instead of outside; settings may "
+            "be a function too."
         ) from error
 
 

@@ -116,6 +116,12 @@ def test_invalid_arguments_raise_before_any_run(arguments: dict[str, Any], match
         lo.autotune(MODEL, DATA, **arguments)
 
 
+def test_search_on_another_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RuntimeError, match="called in rank 1 of a distributed run"):
+        lo.autotune(MODEL, DATA)
+
+
 def test_model_instead_of_a_factory_raises() -> None:
     from tests.tuner.subjects import Sleeper
 

@@ -283,7 +283,7 @@ def broken() -> Net:
         (Net, rows, {**CPU, "max_stepz": 3}, "max_stepz"),
         ("tests.profiling.fitting:Nothing", rows, CPU, "no 'Nothing'"),
         (lambda: "a model", rows, CPU, "must make a LightningModule"),
-        (Net, lambda: rows(0 + 1, 2, drop_last=True), CPU, "data are empty"),
+        (Net, lambda: rows(0 + 1, 2, drop_last=True), CPU, "data is empty"),
         (Net, rows, {**CPU, "devices": 2, "strategy": "ddp_spawn"}, "strategy='ddp'"),
         (Net, rows, {**CPU, "num_nodes": 2, "strategy": "ddp"}, "num_nodes=1"),
     ],
