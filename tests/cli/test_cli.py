@@ -48,17 +48,16 @@ def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
     """Run in an empty folder, and restore the process state that a command changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightning-opt"])
-    modules, before = set(sys.modules), {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED",)}
+    monkeypatch.setattr("sys.path", list(sys.path))
+    modules, before = set(sys.modules), set(os.environ)
     handler = signal.getsignal(signal.SIGINT)
-    path = list(sys.path)
     yield
-    sys.path[:] = path
     signal.signal(signal.SIGINT, handler)
     for name in set(sys.modules) - modules:
         if name.startswith(("small_project", "_small_project", "user_")):
             del sys.modules[name]
-    for name in [name for name in os.environ if name.startswith("PL_")]:
-        if before.get(name) is None:
+    for name in set(os.environ) - before:
+        if name.startswith("PL_"):
             del os.environ[name]
 
 
@@ -86,25 +85,19 @@ def test_bare_command_lists_the_commands(capsys):
     assert lo.__version__ in capsys.readouterr().out
 
 
-def test_main_imports_no_slow_module():
-    """Ctrl-C prints a traceback until `main` runs."""
-    program = "import sys; from lightning_opt.cli import main; print(*sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert {"asyncio", "inspect", "logging", "typing", "unittest"} & {*done.stdout.split()} == set()
-
-
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["tun"], []])
-def test_help_and_version_import_no_torch(words):
+def test_help_and_version_import_no_slow_module(words):
+    """Ctrl-C prints a traceback until `main` runs."""
     program = (
-        "import sys; from lightning_opt.cli import main; main(sys.argv[1:])\n"
-        "print(sorted({'torch', 'lightning', 'numpy', 'jsonargparse'} & set(sys.modules)))"
+        "import sys; from lightning_opt.cli import main; print(*sys.modules)\n"
+        "main(sys.argv[1:]); print(); print(*sys.modules)"
     )
     command = [sys.executable, "-c", program, *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    lines = [set(line.split()) for line in done.stdout.splitlines()]
+    assert {"asyncio", "inspect", "logging", "typing", "unittest"} & lines[0] == set()
+    assert {"torch", "lightning", "numpy", "jsonargparse"} & lines[-1] == set()
 
 
 @pytest.mark.parametrize("command", ["fit", "presets", "tune", "bench", "profile", "doctor"])
@@ -130,7 +123,6 @@ def test_examples_in_the_help_name_existing_candidates(capsys):
     ("arguments", "sentence"),
     [
         (["tun"], "There is no command 'tun'; did you mean 'tune'?"),
-        (["train"], "There is no command 'train'. There are fit, presets"),
         (["presets", "advancd"], "There is no preset 'advancd'; did you mean 'advanced'?"),
         (["presets", "basic", "--without", "Clipping"], "has no 'Clipping'"),
         (["bench"], "bench needs a model"),
@@ -139,17 +131,12 @@ def test_examples_in_the_help_name_existing_candidates(capsys):
         (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
         (["tune", "PROJECT:NOT_A_MODEL"], "is not a class or function"),
         (["tune", "PROJECT"], "name a class or a function in it: PROJECT:Small, PROJECT:SmallData"),
-        (["tune", *TARGETS, "--budget", "soon"], "soon"),
         (["tune", *TARGETS, "--candidates", "bf16,compil"], "did you mean 'compile'?"),
-        (["tune", *TARGETS, "--objective", "speed"], "one of 'throughput', 'memory', 'batch'"),
-        (["bench", *TARGETS, "--preset", "none"], "There is no preset 'none'"),
-        (["bench", *TARGETS, "--without", "Nothing"], "has no 'Nothing'"),
         (["bench", *TARGETS, "--against", "no.yaml"], "There is no file no.yaml"),
         (["profile", *TARGETS, "--trainer.max_steps=3"], "--steps sets the number"),
         (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),
         (["fit", "PROJECT:Small", "--model.widht", "3"], "widht"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
-        (["fit", "PROJECT:Small", "--preset", "none", *BARE], "There is no preset 'none'"),
         (["profile", *TARGETS, "--steps", "0"], "steps"),
         (["doctor", "PROJECT:Small"], "has no train_dataloader. Name its data, --data module:"),
         (["tune", *TARGETS, "--model.width", "big"], "Expected a <class 'int'>. Got value: big"),
@@ -216,14 +203,6 @@ def test_interrupted_training_exits_with_130(capsys):
 
 
 # --- targets --------------------------------------------------------------------------------------
-
-
-def test_targets_become_import_paths():
-    assert Targets(["a.yaml", "--x"]).argv == ["--config", "a.yaml", "--x"]
-    assert Targets(["pkg.Model"]).argv == ["--model", "pkg.Model"]
-    assert Targets([f"{MODULE}:Small", f"--data={MODULE}:SmallData"]).argv == [
-        "--model", f"{MODULE}.Small", "--data", f"{MODULE}.SmallData",
-    ]  # fmt: skip
 
 
 def test_recipe_creates_model_and_optimizer():
@@ -369,21 +348,15 @@ WHOLE = {
     "model": {"class_path": f"{MODULE}.Small", "init_args": {"width": 16}},
     "data": {"class_path": f"{MODULE}.SmallData", "init_args": {"batch_size": 2}},
     "trainer": {
-        "accelerator": "cpu",
+        **{word.split("=")[0][10:]: yaml.safe_load(word.split("=")[1]) for word in BARE},
         "devices": 2,
         "strategy": "ddp_int8",
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "profiler": {
             "class_path": "lightning_opt.StepProfiler",
             "init_args": {"log_every_n_steps": 0, "print_table": False},
         },
         "callbacks": [
-            {"class_path": "lightning_opt.GradientHealth"},
-            {"class_path": "lightning_opt.NonFiniteGuard", "init_args": {"spike": 6.0}},
             {
                 "class_path": "lightning_opt.AdaptiveClipping",
                 "init_args": {"rule": {"class_path": "lightning_opt.ZClip"}},
