@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from datetime import datetime, timezone
+from fnmatch import fnmatch
 
 from benchmarks.records import (
     SHARED,
@@ -29,7 +30,7 @@ def main() -> int:
     """Sign what the arguments name; return 1 if outdated records are left."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reason", nargs="?", help="without it, outdated records are only listed")
-    parser.add_argument("names", nargs="*", help="records without .json, whatever has changed")
+    parser.add_argument("names", nargs="*", help="records, also as patterns: whatever has changed")
     arguments = parser.parse_args()
     signed = subprocess.check_output(["git", "config", "user.name"], text=True).strip()
     signatures, left = waivers(), dict[str, set[str]]()
@@ -38,7 +39,8 @@ def main() -> int:
             signatures.pop(name, None)  # measured again
             continue
         changed = changed_parts(name)
-        chosen = name in arguments.names or (not arguments.names and changed <= set(SHARED))
+        chosen = any(fnmatch(name, pattern) for pattern in arguments.names)
+        chosen |= not arguments.names and changed <= set(SHARED)
         if not changed:
             continue
         if arguments.reason is None or not chosen:
