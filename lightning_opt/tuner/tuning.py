@@ -237,4 +237,4 @@ def machine(facts: Facts) -> dict[str, Any]:
 
 def _ratios(trial: Trial) -> str:
     shares = {"time": trial.ratio, "memory": trial.peak_ratio}
-    return ", ".join(f"{share:.3f} of its {of}" for of, share in shares.items() if share)
+    return ", ".join(f"{of} x {share:.3f}" for of, share in shares.items() if share)

@@ -6,7 +6,8 @@ import pytest
 
 import lightning_opt as lo
 from lightning_opt.tuner.autotune import parse_budget
-from tests.tuner.subjects import added
+from lightning_opt.tuner.tuning import start_timeout
+from tests.tuner.subjects import Sleeper, added
 
 MODEL, DATA = "tests.tuner.subjects:Sleeper", "tests.tuner.subjects:batches"
 BASE = {"accelerator": "cpu", "devices": 1}
@@ -59,21 +60,22 @@ def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
 
 
 @pytest.mark.slow
-def test_budget_starts_after_the_baseline() -> None:
-    candidates = [{"less sleep": CANDIDATES["less sleep"]}]
-    result = lo.autotune(
-        f"{MODEL.partition(':')[0]}:SlowStart", DATA, budget=4, base=BASE, candidates=candidates,
-        progress=False,
-    )  # fmt: skip
+def test_budget_starts_after_the_baseline_and_allows_one_trial() -> None:
+    """Both the baseline and the trial take longer to start than the budget."""
+    model = f"{MODEL.partition(':')[0]}:SlowStart"
+    candidates = [{"less sleep": added("Faster")}]
+    result = lo.autotune(model, DATA, budget=0.5, base=BASE, candidates=candidates)
+    assert [trial.name for trial in result.trials] == ["baseline", "less sleep"]
     assert result.switches == ("less sleep",)
 
 
-@pytest.mark.slow
-def test_budget_shorter_than_a_start_allows_one_trial() -> None:
-    result = lo.autotune(
-        MODEL, DATA, budget=0.5, base=BASE, candidates=[{"less sleep": added("Faster")}]
-    )
-    assert [trial.name for trial in result.trials] == ["baseline", "less sleep"]
+@pytest.mark.parametrize("budget", [10.0, 600.0, 7200.0])
+def test_timeout_follows_from_the_baseline_s_start(budget: float) -> None:
+    """A model that takes a minute to start does not fail, however short the budget is."""
+    assert start_timeout(budget, 0.0, None) >= max(300.0, budget)
+    assert start_timeout(budget, 60.0, None) >= 240.0
+    assert 30.0 <= start_timeout(budget, 1.0, None) <= 300.0
+    assert start_timeout(budget, 60.0, 7.0) == 7.0
 
 
 @pytest.mark.slow
@@ -123,7 +125,5 @@ def test_search_on_another_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_model_instead_of_a_factory_raises() -> None:
-    from tests.tuner.subjects import Sleeper
-
     with pytest.raises(TypeError, match="model must be a function without arguments"):
         lo.autotune(Sleeper(), DATA)  # type: ignore[arg-type]
