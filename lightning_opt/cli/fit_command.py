@@ -77,9 +77,8 @@ def fit_class(base: Any) -> Any:
             preset = preset_of(name, without).for_model(self.model)
             instances = self.config_init.fit.trainer
             given = {name: instances[name] for name in given_arguments(config.trainer)}
-            callbacks = plain(config.trainer.callbacks) or []
-            callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-            chosen = join(preset.choose(**given), Chosen.to_config, callbacks)
+            entries = {"callbacks": plain(config.trainer.callbacks)}
+            chosen = join(preset.choose(**given), Chosen.to_config, entries)
             for argument, value in chosen.items():
                 config.trainer[argument] = value
             return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +15,7 @@ import lightning_opt
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.output.report import Report
-from lightning_opt.presets.situation import Situation
+from lightning_opt.presets.situation import Situation, callbacks_in, class_names
 from lightning_opt.trainer.lightning import PACKAGES, BaseCallback
 from lightning_opt.trainer.run_callback import RunCallback
 from lightning_opt.worker.recipes import instantiate
@@ -67,11 +67,7 @@ class Part:
         return Chosen(self, settings, self._reason_against(situation), override is not None)
 
     def _reason_against(self, situation: Situation) -> str | None:
-        if self.kind is None:
-            is_given = self.name in situation.arguments
-        else:
-            is_given = any(isinstance(callback, self.kind) for callback in situation.user_callbacks)
-        if is_given:
+        if self.name in (situation.user_callbacks if self.kind else situation.arguments):
             return "replaced by yours"
         if situation.excludes(self.name):
             return "excluded by you"
@@ -263,9 +259,7 @@ class Preset:
             more: Arguments of your own, which win. A callback of a class in the preset replaces the
                 preset's. Other callbacks follow, those of this package in the order they need.
         """
-        situation = self._situation(more)
-        joined = join(self.choose(**more), Chosen.make, situation.user_callbacks)
-        return {**situation.arguments, **joined}
+        return {**self.arguments, **more, **join(self.choose(**more), Chosen.make, more)}
 
     def describe(self, **trainer: Any) -> Report:
         """Return a table with one row per part: whether it is used, its purpose, its cost.
@@ -305,10 +299,7 @@ class Preset:
         Raises:
             ValueError: For settings that are objects, which a file cannot hold.
         """
-        given = more.pop("callbacks", None) or []
-        names = {name for entry in given for name in _class_names(entry)}
-        chosen = (choice for choice in self.choose(**more) if choice.part.name not in names)
-        found = {**self.arguments, **more, **join(chosen, Chosen.to_config, given)}
+        found = {**self.arguments, **more, **join(self.choose(**more), Chosen.to_config, more)}
         plain: dict[str, Any] = json.loads(json.dumps(found, default=_raise_for_object))
         return plain
 
@@ -328,13 +319,16 @@ class Preset:
 
 
 def join(
-    chosen: Iterable[Chosen], form: Callable[[Chosen], Any], given: Sequence[Any]
+    chosen: Iterable[Chosen], form: Callable[[Chosen], Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the parts in use as Trainer arguments, each converted by ``form``, like ``given``."""
+    """Return the parts in use as Trainer arguments, with the given callbacks.
+
+    ``form`` converts a part into a callback, or into its entry in a configuration.
+    """
     on = [choice for choice in chosen if choice.is_on]
     arguments = {choice.part.name: choice.settings for choice in on if not choice.part.kind}
     callbacks = [form(choice) for choice in on if choice.part.kind]
-    return {**arguments, "callbacks": sorted([*callbacks, *given], key=_rank)}
+    return {**arguments, "callbacks": sorted([*callbacks, *callbacks_in(given)], key=_rank)}
 
 
 def _call_or_leave_out(
@@ -351,15 +345,8 @@ def _call_or_leave_out(
 
 
 def _rank(callback: pl.Callback | Mapping[str, Any]) -> int:
-    ranks = [ORDER.index(name) for name in _class_names(callback) if name in ORDER]
+    ranks = [ORDER.index(name) for name in class_names(callback) if name in ORDER]
     return min(ranks, default=len(ORDER))
-
-
-def _class_names(callback: pl.Callback | Mapping[str, Any]) -> list[str]:
-    """Return the names of a callback's class and bases, or the class in a configuration entry."""
-    if isinstance(callback, Mapping):
-        return [str(callback["class_path"]).rpartition(".")[2]]
-    return [base.__name__ for base in type(callback).__mro__]
 
 
 def _check_settings(kind: type[pl.Callback], settings: Mapping[str, Any]) -> None:

@@ -177,8 +177,6 @@ def register_preset(name: str, builder: Callable[[], Preset]) -> None:
         >>> [type(callback).__name__ for callback in lo.preset("team").callbacks()][-1]
         'LeakDetector'
     """
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"A preset's name must be a string that is not empty, got {name!r}.")
     if name in BUILT_IN:
         raise ValueError(f"{name!r} is a preset of lightning_opt; choose another name.")
     if not callable(builder):

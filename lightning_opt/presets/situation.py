@@ -18,11 +18,9 @@ from lightning_opt.strategies.strategy_strings import NamedStrategy
 from lightning_opt.trainer.lightning import (
     PACKAGES,
     Accelerator,
-    Callback,
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
-    GradientAccumulationScheduler,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
@@ -38,6 +36,19 @@ STATE_MULTIPLE = 4
 MAX_STATE_SHARE = 0.5
 """Activations are checkpointed if parameters, gradients and states take a larger share of the total
 memory. Free memory is not used, because ranks could then decide differently."""
+
+
+def callbacks_in(arguments: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks among arguments of the Trainer, or their entries in a configuration."""
+    given = arguments.get("callbacks") or []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def class_names(callback: pl.Callback | Mapping[str, Any]) -> list[str]:
+    """Return the names of a callback's class and base classes; only the class of an entry."""
+    if isinstance(callback, Mapping):
+        return [str(callback["class_path"]).rpartition(".")[2]]
+    return [base.__name__ for base in type(callback).__mro__]
 
 
 @dataclass(frozen=True)
@@ -58,17 +69,19 @@ class Situation:
     model: pl.LightningModule | None = None
 
     @cached_property
-    def user_callbacks(self) -> list[pl.Callback]:
-        callbacks = self.arguments.get("callbacks") or []
-        return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    def user_callbacks(self) -> dict[str, Mapping[str, Any]]:
+        """The settings of the user's callbacks, by the names of their classes and base classes."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for callback in callbacks_in(self.arguments):
+            is_entry = isinstance(callback, Mapping)
+            settings = (callback.get("init_args") or {}) if is_entry else vars(callback)
+            found |= dict.fromkeys(class_names(callback), settings)
+        return found
 
     def requested_settings(self, name: str) -> Mapping[str, Any] | None:
         """Return the settings of a callback that the user passed or requested, or None."""
-        for callback in self.user_callbacks:
-            if any(base.__name__ == name for base in type(callback).__mro__):
-                return vars(callback)
         override = self.overrides.get(name)
-        return {} if override is True else override
+        return self.user_callbacks.get(name, {} if override is True else override)
 
     def excludes(self, name: str) -> bool:
         return self.overrides.get(name, True) is None
@@ -162,9 +175,8 @@ class Situation:
 
     @property
     def accumulates(self) -> bool:
-        return (self.arguments.get("accumulate_grad_batches") or 1) != 1 or any(
-            isinstance(callback, GradientAccumulationScheduler) for callback in self.user_callbacks
-        )
+        by_argument = (self.arguments.get("accumulate_grad_batches") or 1) != 1
+        return by_argument or "GradientAccumulationScheduler" in self.user_callbacks
 
     @property
     def manual_optimization(self) -> bool:

@@ -1,1 +1,1 @@
-"""What features share that knows Lightning's Trainer."""
+"""Lightning from either of its packages, and the base class of callbacks."""

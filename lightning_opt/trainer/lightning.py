@@ -1,12 +1,12 @@
-"""Lightning, from the packages ``lightning`` and ``pytorch_lightning``: either or both.
+"""Lightning from its packages ``lightning`` and ``pytorch_lightning``: either one, or both.
 
-The packages have the same code but different classes, and a Trainer of one does not accept objects
-of the other. So the rest of lightning_opt imports Lightning from here:
+The packages have the same code but different classes, and a Trainer of one rejects objects of the
+other. So the rest of lightning_opt imports Lightning from here:
 
-- A class such as ``LightningModule`` is a tuple of the classes of both, for ``isinstance``.
-- A class that begins with ``Base`` inherits from the classes of both.
-- A function is that of either package, where both do the same.
-- What has to be of the Trainer's package comes from ``package_of(trainer)``.
+- A name such as ``LightningModule`` is a tuple of both packages' classes, for ``isinstance``.
+- A class whose name begins with ``Base`` inherits from both packages' classes.
+- Functions come from one package, if they work with objects of both.
+- Everything else comes from ``package_of(trainer)``, the Trainer's package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _load() -> dict[str, ModuleType]:
-    """Import both packages, first the one that is imported already.
+    """Import both packages. The one that the user has imported comes first.
 
     Raises:
         ImportError: If neither is installed.
@@ -42,7 +42,7 @@ def _load() -> dict[str, ModuleType]:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
-        if len(loaded) > 1:  # both packages set these two; they stay those of the user's package
+        if len(loaded) > 1:  # each package sets these two; keep those of the user's package
             rank_zero.log, rank_zero.rank_zero_deprecation_category = messages
     if not loaded:
         raise ImportError(
@@ -59,7 +59,7 @@ PACKAGES = [_LOADED[name] for name in NAMES if name in _LOADED]
 """``lightning.pytorch`` and ``pytorch_lightning``, or the one that is installed."""
 
 DEFAULT: Any = next(iter(_LOADED.values()))
-"""The package that was imported first: the user's, in most cases."""
+"""The package that was imported first, usually by the user."""
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -125,11 +125,11 @@ else:
         """A profiler for the Trainers of both packages."""
 
     class OrderOfBases(ABCMeta):
-        """Metaclass of strategies, whose bases of one package precede those of the other.
+        """Metaclass of strategies: puts the bases from one package before those from the other.
 
-        A strategy runs Lightning's code, which compares with classes of its own package. So that
-        it is the code of the Trainer's package, a strategy becomes an instance of a subclass
-        whose ``package`` is the Trainer's.
+        Lightning's strategies compare objects with classes of their own package, so a strategy must
+        run the code of the Trainer's package. It becomes an instance of a subclass whose
+        ``package`` is the Trainer's.
         """
 
         def mro(cls) -> list[type]:
@@ -146,12 +146,12 @@ else:
         """A strategy for the Trainers of both packages."""
 
         def _configure_launcher(self) -> None:
-            # The first call by the Trainer, which has set its accelerator before.
+            # The Trainer calls this method first, after it has set the accelerator.
             self.__class__ = strategy_for(type(self), package_of(self.accelerator).__name__)
             super()._configure_launcher()
 
     def strategy_for(kind: type, package: str) -> type:
-        """Return a strategy's class, or its subclass for the package."""
+        """Return the class, or the subclass of it, whose bases have the package's order."""
         kind = kind.__base__ if "package" in vars(kind) else kind
         return kind if package == PACKAGES[0].__name__ else _subclass(kind, sys.modules[package])
 
@@ -182,7 +182,7 @@ seed_everything = pl.seed_everything
 
 
 def is_overridden(hook: str, owner: object) -> bool:
-    """Return whether a callback, module or datamodule replaces a hook of Lightning's class."""
+    """Return whether a callback, module or datamodule overrides a hook of Lightning's class."""
     for base in (*Callback, *LightningModule, *LightningDataModule):
         if isinstance(owner, base) and hasattr(base, hook):
             return differs(hook, owner, base)

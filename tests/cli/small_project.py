@@ -1,4 +1,4 @@
-"""What a user of the command has: a model with arguments, data, and functions that make them."""
+"""A user's project: a model with arguments, data, and functions that create them."""
 
 import lightning as L
 import torch
@@ -16,9 +16,9 @@ class Small(L.LightningModule):
     """A small regression.
 
     Args:
-        width: Of its hidden layer.
+        width: Units of the hidden layer.
         lr: Learning rate.
-        fail_at: Raise an error in this step.
+        fail_at: The step that raises an error.
     """
 
     def __init__(self, width: int = 8, lr: float = 0.01, fail_at: int | None = None) -> None:
@@ -40,7 +40,7 @@ class SmallData(L.LightningDataModule):
     """Rows in batches.
 
     Args:
-        batch_size: Of them.
+        batch_size: Rows per batch.
     """
 
     def __init__(self, batch_size: int = 8) -> None:
@@ -63,7 +63,7 @@ NOT_A_MODEL = 3
 
 
 class Interrupt(L.Callback):
-    """What Ctrl-C does in the third step."""
+    """Raises KeyboardInterrupt in the third step, as Ctrl-C does."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 2:

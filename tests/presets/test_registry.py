@@ -85,7 +85,6 @@ def test_registering_a_name_again_replaces_the_preset():
     ("name", "builder", "message"),
     [
         ("basic", team, "'basic' is a preset of lightning_opt"),
-        ("", team, "must be a string that is not empty"),
         ("team", "advanced", "must be a function that returns a Preset, got str"),
     ],
 )
@@ -115,6 +114,11 @@ def test_yaml_equals_the_python_arguments():
     own = [{"class_path": "lightning_opt.AdaptiveClipping", "init_args": {"rule": "zclip"}}]
     with_own = lo.preset("basic").to_dict(callbacks=own)["callbacks"]
     assert [entry for entry in with_own if "Clipping" in entry["class_path"]] == own
+    own = [{"class_path": "lightning_opt.ActivationCheckpointing"}]
+    with_own = lo.preset("ultra", CompileModel=True).to_dict(callbacks=own, accelerator="cuda")
+    assert "lightning_opt.CompileModel" in [entry["class_path"] for entry in with_own["callbacks"]]
+    with_own = lo.preset("ultra").to_dict(callbacks=own, accelerator="cuda")["callbacks"]
+    assert "lightning_opt.CompileModel" not in [entry["class_path"] for entry in with_own]
 
 
 def test_objects_as_settings_cannot_become_yaml():
