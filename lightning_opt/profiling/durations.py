@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from math import frexp, ldexp
 
 _CELLS = 256
-"""Half of them lie between two powers of two, so that each is 0.4 to 0.8% wide."""
+"""Twice the number of cells between two powers of two. A cell is 0.4 to 0.8% wide."""
 
 
 class Durations:
     """Count, total and quantiles of any number of durations in seconds.
 
-    Durations are counted in cells of less than 1%, so a quantile is within 0.5% of the exact one,
+    Durations are counted in cells less than 1% wide, so a quantile is within 0.5% of the exact one,
     and there are at most some thousand cells between a nanosecond and a month.
 
     References:
@@ -61,7 +61,7 @@ class Durations:
 
 @dataclass
 class Work:
-    """Steps and the number of samples and tokens in them."""
+    """Durations of steps, and the number of samples and tokens in them."""
 
     steps: Durations = field(default_factory=Durations)
     samples: int = 0

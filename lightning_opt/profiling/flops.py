@@ -19,9 +19,10 @@ class Flops(NamedTuple):
     """Floating-point operations, a multiplication and an addition counting as two.
 
     Attributes:
-        forward: Of the forward pass.
-        backward: Of the backward pass, without recomputation.
-        recomputed: Of forward passes within the backward pass, as in activation checkpointing.
+        forward: Operations of the forward pass.
+        backward: Operations of the backward pass, without recomputation.
+        recomputed: Forward operations repeated in the backward pass, as in activation
+            checkpointing.
     """
 
     forward: int
@@ -126,7 +127,7 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if not parts:
         raise ValueError(
             "The output has no tensor with a gradient, so there is no backward pass to count: pass "
-            "backward=False, or a loss that makes a scalar of the output."
+            "backward=False, or a loss that returns a scalar."
         )
     return sum(parts[1:], parts[0])
 
@@ -168,7 +169,7 @@ _PEAKS: dict[str, dict[torch.dtype | str, float]] = {
 }
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", TF32: TF32}
 _OTHERS = ("A10G", "A1000", "SUPER", " TI", "LAPTOP", "MOBILE", "MAX-Q", "MIG", " D ")
-"""Words in the names of cards, and parts of cards, that are not in the table."""
+"""Words in the names of other cards, or of parts of cards, that the table does not cover."""
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | None:
@@ -176,11 +177,11 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | 
 
     Args:
         device: A device such as ``"cuda:0"``, or the name of a GPU such as ``"NVIDIA A100-SXM4"``.
-        dtype: Of the factors: ``torch.bfloat16``, ``float16``, ``float32``, or ``"tf32"``.
+        dtype: Type of the factors: ``torch.bfloat16``, ``float16``, ``float32``, or ``"tf32"``.
 
     Returns:
         FLOP per second, a multiplication and an addition counting as two. None for a CPU, a part of
-        a GPU (MIG), a card that is not in the table, and a type without tensor cores on the card.
+        a GPU (MIG), a card that is not in the table, and a dtype without tensor cores on the card.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) / 1e12
@@ -207,9 +208,9 @@ def _name_of(device: torch.device | str) -> str | None:
 
 
 def _fits(known: str, name: str) -> bool:
-    """Return whether a name has the words of a known one, in order.
+    """Return whether a GPU's name contains the words of a table entry, in order.
 
-    "A100-SXM4-80GB" is an A100, "V100-SXM2" a V100-SXM; "A1000" is no A100, "L4" no "L40".
+    "A100-SXM4-80GB" is an A100 and "V100-SXM2" a V100-SXM, but "A1000" is not an A100.
     """
     words = (word if "-" in word else rf"{word}(?![A-Z0-9])" for word in known.split())
     return re.search(r".*\b".join((r"\b", *words)), name.replace("_", " ")) is not None

@@ -47,9 +47,9 @@ RESPONSES: dict[Action, str] = {
 KINDS: dict[Kind, tuple[str, str]] = {
     "nonfinite_loss": (
         "the loss is {loss}",
-        "Check that batch (save_batch=True writes it to disk) for NaN, wrong labels or an extreme "
-        "scale, and the loss for a log, a division or a root of 0. In 16-mixed, activations may "
-        "overflow: bf16-mixed has their range.",
+        "NonFiniteGuard(save_batch=True) writes that batch to disk: check it for NaN, wrong labels "
+        "or an extreme scale, and the loss for a log, a division or a root of 0. In 16-mixed, "
+        "activations may overflow: bf16-mixed has their range.",
     ),
     "nonfinite_gradient": (
         "the gradient norm is {norm:.4g}",
@@ -58,7 +58,8 @@ KINDS: dict[Kind, tuple[str, str]] = {
     ),
     "loss_spike": (
         "the loss of {loss:.4g} is a spike",
-        "Lower the learning rate, or raise spike if such losses are normal here.",
+        "NonFiniteGuard(save_batch=True) writes that batch to disk: check its labels and "
+        "its scale. Else lower the learning rate, or raise spike if such losses are normal here.",
     ),
     "gradient_spike": (
         "the gradient norm of {norm:.4g} is a spike",

@@ -18,8 +18,8 @@ from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.comparing.result import Measured, ratio_columns, verdict_note
 
 OFFSET = 0.005
-"""Assumed standard deviation of the lasting difference between two equal functions of a process,
-from where their memory lies."""
+"""Assumed standard deviation of the permanent difference between two equal functions in a process,
+which comes from the addresses of their memory."""
 
 MAX_CALLS = 1 << 20
 
@@ -91,7 +91,7 @@ def benchmark(
         warmup: Rounds whose timings are discarded.
         iterations: Calls per timing, for all functions. None: as many as take ``min_seconds``, for
             each function.
-        min_seconds: The least duration of a timing.
+        min_seconds: Minimum duration of a timing.
         rounds: Timings of each function.
         device: The device to wait for at both ends of a timing. None: the GPU if torch has
             initialized one, else the CPU.

@@ -20,7 +20,7 @@ of their own. In 100 comparisons of equal runs, of two starts each, it was 0.006
 ``comparing_calibration.py``."""
 
 MAX_SMOOTHED = 10
-"""The most steps over which a loss is averaged."""
+"""Maximum number of steps over which a loss is averaged."""
 
 
 class Measured:
@@ -69,7 +69,7 @@ class Run:
         name: The configuration's name.
         trainings: One for each start of its process.
         failure: The failure that ended it, or None.
-        peak: The most bytes taken, None before the first turn.
+        peak: Peak of memory in bytes, None before the first turn.
         summary: Its device, the number of devices and the process ID.
     """
 

@@ -142,12 +142,12 @@ def checkpoints(trainer: pl.Trainer) -> Verdict | None:
     """Was a checkpoint saved?"""
     callbacks: list[Any] = trainer.checkpoint_callbacks
     if not callbacks:
-        advice = "Add ModelCheckpoint(every_n_train_steps=..., save_last=True)."
+        advice = "Add ModelCheckpoint(every_n_train_steps=1000, save_last=True)."
         return Verdict("checkpoints", "look", "Nothing saves checkpoints.", advice)
     names = ("last_model_path", "best_model_path")
     saved = [path for c in callbacks for path in (getattr(c, name, "") for name in names) if path]
     if not saved:
-        advice = "Save more often: ModelCheckpoint(every_n_train_steps=..., save_last=True)."
+        advice = "Save more often: ModelCheckpoint(every_n_train_steps=1000, save_last=True)."
         return Verdict("checkpoints", "look", "No checkpoint has been saved yet.", advice)
     return Verdict("checkpoints", "ok", f"The newest checkpoint is {saved[0]}.")
 

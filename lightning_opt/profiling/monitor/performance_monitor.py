@@ -66,8 +66,8 @@ class PerformanceMonitor(RunCallback):
     ============================== ================================================================
 
     Args:
-        every_n_steps: Batches from one report to the next, at least 1.
-        sample_seconds: From one sample of the machine to the next, at least 0.01.
+        every_n_steps: Batches between two reports, at least 1.
+        sample_seconds: Seconds between two samples of the machine, at least 0.01.
         tokens: Tokens per sample as a number, or a key of the batch: then the elements of its
             tensor are counted, padding included.
         slowdown: Loss of throughput that triggers a warning, from 0.01 to 0.99; None for never.
@@ -163,7 +163,7 @@ class PerformanceMonitor(RunCallback):
         self._clock.start()
 
     def _start_sampling(self, trainer: pl.Trainer, batch: Any) -> None:
-        # At the first batch, so that workers are forked from a process without the thread.
+        # Not earlier: loader workers must be forked from a process without the thread.
         self._tokens_of(batch)  # raises if the batch has no such key
         device = trainer.strategy.root_device
         gpu = find_gpu(device)
@@ -179,12 +179,7 @@ class PerformanceMonitor(RunCallback):
         self._sampler = Sampler(self.sample_seconds, gpu)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the step, and log if a report is due."""
         if self._clock is None:
@@ -279,13 +274,10 @@ class PerformanceMonitor(RunCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps and the history of the throughput, as plain types."""
-        return {
-            "steps": self._steps,
-            "throughput": self._throughput.state_dict(),
-            "warned": self._warned,
-        }
+        throughput = self._throughput.state_dict()
+        return {"steps": self._steps, "throughput": throughput, "warned": self._warned}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self._steps, self._warned = state_dict["steps"], state_dict["warned"]
         self._throughput.load_state_dict(state_dict["throughput"])

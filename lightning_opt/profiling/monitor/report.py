@@ -68,7 +68,7 @@ def build_report(record: Record, slowdown: Slowdown | None) -> Report:
     if times.count:
         rows.append(_row("step", "ms", 1e3 * times.quantile(0.5), 1e3 * times.quantile(0.95)))
         rows += [
-            _row(key.removesuffix("_per_second") + " a second", "", rate * record.ranks)
+            _row(key.replace("_", " "), "", rate * record.ranks)
             for key, rate in record.work.rates().items()
         ]
     means = record.means()
@@ -100,7 +100,7 @@ def describe(slowdown: Slowdown) -> str:
     """Return a slowdown as a sentence."""
     return (
         f"Throughput has fallen by {slowdown.drop:.0%} since about step {slowdown.step}, from "
-        f"{slowdown.before:.4g} to {slowdown.after:.4g} a second."
+        f"{slowdown.before:.4g} to {slowdown.after:.4g} per second."
     )
 
 

@@ -147,7 +147,7 @@ class Sampler:
     values of the GPU.
 
     Args:
-        seconds: From one sample to the next.
+        seconds: Seconds between two samples.
         gpu: The GPU; None without one, or without NVML.
 
     Attributes:

@@ -51,7 +51,7 @@ def find_slowdown(steps: Sequence[int], rates: Sequence[float], min_drop: float)
     Args:
         steps: The step of each value, increasing.
         rates: Throughputs, above 0.
-        min_drop: Share of the throughput that has to be lost.
+        min_drop: Smallest share of the throughput that counts as a slowdown if lost.
     """
     if len(rates) < MIN_BEFORE + MIN_AFTER:
         return None
@@ -154,7 +154,7 @@ class Throughput:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self.whole = [list(point) for point in state["whole"]]
         self.newest = [list(point) for point in state["newest"]]
         self._reports_per_point = state["reports_per_point"]
@@ -162,5 +162,5 @@ class Throughput:
 
 
 def _joined(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    # The first step, because a slowdown begins with it.
+    # Keep the first step: a slowdown starts there.
     return [first[0], first[1] + second[1], first[2] + second[2]]

@@ -83,7 +83,7 @@ PICTURES = {
     "Memory": (MEMORY,),
     "Gradient RMS by layer": (Panel("", {"layers/.*": ""}),),
     "Batch sizes and communication": (SIZES, Panel("bytes sent per step", {"comm/bytes": ".-"})),
-    "Ranks": (Panel("busy ms per step", {"ranks/.*": "o"}, x="rank"),),
+    "Ranks": (Panel("busy ms per step", {"ranks/.*": "bars"}, x="rank"),),
 }
 
 
@@ -122,7 +122,8 @@ def draw(title: str, data: Data, inches: float) -> Figure:
             axes.locator_params("x", integer=True)
             axes.xaxis.set_major_formatter("{x:,g}")
         last = data.last(panel.x)
-        axes.set(xlabel=panel.x, xlim=(-0.01 * last, 1.01 * last))
+        margin = 0.5 if panel.x == "rank" else 0.01 * last
+        axes.set(xlabel=panel.x, xlim=(-margin, last + margin))
     return figure
 
 
@@ -134,6 +135,8 @@ def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
             if style == "steps":
                 xs, ys = zip(*points, (data.last(panel.x), points[-1][1]), strict=True)
                 axes.step(xs, ys, where="post", label=label)
+            elif style == "bars":
+                axes.bar(*zip(*points, strict=True), 0.5, label=label)
             else:
                 axes.plot(*zip(*points, strict=True), style, label=label)
     _choose_range(axes, totals)
@@ -159,7 +162,7 @@ def _choose_range(axes: Axes, totals: Any) -> None:
         high = 2 * usual
     for line, curve in drawn.items():
         if curve.max(initial=high) > high:
-            line.set_label(f"{line.get_label()}, up to {curve.max():.2g}")
+            line.set_label(f"{line.get_label()}, up to {curve.max():,.4g}")
     if high > 30 * low > 0 and not totals.size:
         axes.set(yscale="log", ylim=(low / 1.2, 1.2 * high))
         subs = (1.0, 3.0) if high < 1e4 * low else (1.0,)

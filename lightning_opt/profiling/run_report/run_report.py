@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS, MAX_SHARE = 180.0, 0.005
-"""Seconds between two pages of a running fit, and the largest share of its time they may take."""
+"""Seconds between two pages of a running fit, and the maximum share of its time for pages."""
 
 OUT_OF_MEMORY = "MicroBatching('auto') splits a batch that does not fit into memory."
 SPIKES = "NonFiniteGuard(spike=8) skips the batches of such losses, and logs them."
@@ -45,9 +45,9 @@ class RunReport(RunCallback):
     that needs neither JavaScript nor a network. Rank 0 writes it into the loggers' folders, else
     into ``default_root_dir``: at the end, at an exception or Ctrl-C, and every three minutes.
 
-    It shows what other callbacks and ``StepProfiler`` have measured, and names those that would add
-    something. By itself it keeps the loss that Lightning hands over, counts samples, and reads the
-    system's peak of memory. TensorBoard, W&B and MLflow get the pictures at the end.
+    It shows the measurements of other callbacks and of ``StepProfiler``, and lists what was not
+    measured. By itself it records the loss and the number of samples of each batch, and the peak of
+    memory. TensorBoard, W&B and MLflow get the pictures at the end.
 
     Args:
         measure: Also measure every ``Trainer(log_every_n_steps)`` the memory in use, and the time

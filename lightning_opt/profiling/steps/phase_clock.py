@@ -17,10 +17,10 @@ WINDOW_STEPS = 16
 """Steps whose CUDA events are read together."""
 
 MAX_WINDOWS = 8
-"""Windows whose events the device has not passed; later steps are dropped until it has."""
+"""Most windows that wait for the device; further steps are dropped until it catches up."""
 
 HOST = -1
-"""In place of a phase: the device works for no phase."""
+"""Pseudo-phase of the device outside all phases that run on it."""
 
 _END_OF_STEP = -2
 
@@ -28,9 +28,8 @@ _END_OF_STEP = -2
 class DeviceClock:
     """Times phases on a CUDA device, by events at the changes of phase, without waiting for them.
 
-    A window of steps is read once the device has passed its last event. Between two events the time
-    counts for the phase of the first one. It includes idle time, while the host has not queued work
-    yet.
+    A window of steps is read once the device has passed its last event. The time between two events
+    counts for the phase of the first one, including any time in which the device waits.
 
     Args:
         device: The CUDA device.
@@ -49,7 +48,7 @@ class DeviceClock:
         self.mark(HOST, force=True)
 
     def mark(self, phase: int, force: bool = False) -> None:
-        """Count work that is queued from now on for ``phase``, or for ``HOST``."""
+        """Count work that is queued from now on for ``phase``, which may be ``HOST``."""
         if phase == self._phase and not force:
             return
         self._phase = phase
@@ -122,9 +121,9 @@ class PhaseClock:
     :meth:`end_step` to the next, over the steps in which it ran.
 
     Args:
-        phases: The phases, and which of them absorb those inside.
-        first: The phase at the start, which also gets the time outside all other phases.
-        device: Times the phases that give a device work.
+        phases: The phases, and the phases that absorb others inside them.
+        first: The initial phase. It also gets the time outside all other phases.
+        device: Also times the phases that run on the device.
     """
 
     def __init__(self, phases: Phases, first: int, device: DeviceClock | None = None) -> None:
@@ -190,7 +189,7 @@ class PhaseClock:
         self.phase = phase
 
     def move(self, source: int, target: int) -> None:
-        """Count the time of one phase in the running step for another one."""
+        """Move the time of one phase in the current step to another one."""
         self._charge()
         self._seconds[target] += self._seconds[source]
         self._seconds[source] = 0.0

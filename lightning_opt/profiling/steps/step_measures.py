@@ -39,8 +39,8 @@ class Measures:
         clock: Durations by phase, and the steps that count.
         wall: Seconds of the run, None while it runs.
         batches: Batches trained on.
-        optimizer_steps: Updates.
-        flops: Of the first batch, None if not counted.
+        optimizer_steps: Number of optimizer steps.
+        flops: Operations of the first batch, None if not counted.
         flops_units: Tokens of that batch, or its samples if tokens are not counted.
         peak: The device's peak of operations per second, None if unknown.
         world_size: The number of ranks.
@@ -63,7 +63,7 @@ class Measures:
     notes: list[str] = field(default_factory=list)
 
     def rates_of(self, work: Work) -> dict[str, float]:
-        """Return samples, tokens, FLOPs per second and MFU of some steps of this rank."""
+        """Return the rates of this rank in some of its steps. Keys as in :attr:`rates`."""
         flops = None
         if self.flops is not None and self.flops_units:
             amount = work.tokens or work.samples
@@ -115,7 +115,7 @@ class Measures:
             rows.append(row)
         if device is not None and HOST in device:
             row = dict.fromkeys(rows[0]) if rows else {}
-            rows.append({**row, "phase": "device: between those", "device ms":
+            rows.append({**row, "phase": "device: outside these phases", "device ms":
                          _milliseconds(device[HOST].mean)})  # fmt: skip
         steps = self.clock.work.steps
         title = f"StepProfiler: {self.stage}, {wall:.2f} s"
@@ -136,14 +136,14 @@ class Measures:
         if self.ranks is not None:
             busy, slowest = self.ranks.busy, self.ranks.slowest
             notes.append(
-                f"Slowest rank: {slowest}, busy {1e3 * busy[slowest]:.3g} ms a batch, "
+                f"Slowest rank: {slowest}, busy {1e3 * busy[slowest]:.3g} ms per batch, "
                 f"{1e3 * self.ranks.lag:.3g} ms ({100 * self.ranks.lag / busy[slowest]:.1f}%) more "
                 "than the mean of the others."
             )
         if self.clock.device is not None:
             notes.append(
-                "Times are the host's, which runs ahead of the device; 'device ms' is the mean of "
-                "a step by CUDA events."
+                "Times are host times; the host runs ahead of the device. 'device ms' is the mean "
+                "per step, from CUDA events."
             )
             if self.clock.device.dropped:
                 notes.append(f"{self.clock.device.dropped} steps have no device times.")

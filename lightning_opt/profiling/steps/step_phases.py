@@ -28,7 +28,7 @@ IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
 """Actions that are not phases: part of the enclosing phase, or handled specially."""
 
 MAX_PHASES = 200
-"""The most phases; further callbacks, regions and actions count as ``other``."""
+"""Maximum number of phases; further callbacks, regions and actions count as ``other``."""
 
 NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, BETWEEN, TEARDOWN, PROFILER, OTHER))
 """Phases that are not part of a training step."""
@@ -67,13 +67,13 @@ _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
 class Phases:
-    """Numbers for names: the fixed ones, then callbacks, regions and the user's own actions.
+    """Numbers of the phases: fixed ones, then callbacks, regions and the user's own actions.
 
     Attributes:
         names: By number.
-        on_device: Whether a phase gives a device work.
-        level: The level of a phase inside another one.
-        cap: The lowest level that is separate inside this phase; lower levels count for this one.
+        on_device: Whether a phase runs on the device.
+        level: Compared with the ``cap`` of the enclosing phase.
+        cap: A phase inside this one with a lower level counts for this one.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Phases:
         return found
 
     def of(self, action: str, trainer: pl.Trainer) -> int:
-        """Return the phase of one of Lightning's actions, or its special meaning.
+        """Return the phase of a Lightning action, or one of the special numbers such as ``EPOCH``.
 
         Args:
             action: Its name, such as ``"[Callback]EarlyStopping{...}.on_fit_start"``.

@@ -145,7 +145,7 @@ class StepRun:
                 self._trace.start()
         measures.batches += 1
         counting = self._flops and measures.batches == 1
-        # Under a counter torch would skip compilation, for the first call and all later ones.
+        # While a FLOP counter is active torch skips compilation, for this call and all later ones.
         if counting and has_compiled_parts(self.trainer.lightning_module):
             measures.notes.append("FLOPs were not counted: the model is compiled.")
             counting = False
@@ -210,10 +210,10 @@ class StepRun:
         busy = self.clock.busy / max(1, self.clock.work.steps.count)
         device = self.trainer.strategy.root_device
         own = torch.tensor([busy], dtype=torch.float64, device=device)
-        everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, own)
+        gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
         # Waits for the device, once per fit.
-        self.measures.ranks = Ranks(torch.cat(everyone).tolist())
+        self.measures.ranks = Ranks(torch.cat(gathered).tolist())
 
     def _log(self) -> None:
         seconds, window_totals = self.clock.end_window()

@@ -74,7 +74,7 @@ def test_step_time_includes_loading_but_not_validation(monkeypatch):
     assert max(logger.series("perf/step_p95_seconds")) < 5
     assert "22 steps" in monitor.report().title  # without the first two
     first_of_something = 3  # the second epoch, and those behind validation in mid-epoch
-    assert 4 * 22 / report_of(monitor)["samples a second"] == pytest.approx(
+    assert 4 * 22 / report_of(monitor)["samples per second"] == pytest.approx(
         22 * 3.5, abs=first_of_something * 1.0
     )
     rates = logger.series("perf/samples_per_second")
@@ -87,7 +87,7 @@ def test_first_two_steps_are_not_timed(monkeypatch):
     monitor = lo.PerformanceMonitor(every_n_steps=12)
     timed(monkeypatch, monitor, lambda step: 100.0 if step < 2 else 2.0)
     assert "10 steps" in monitor.report().title
-    assert 4 * 10 / report_of(monitor)["samples a second"] == pytest.approx(35, abs=1.1)
+    assert 4 * 10 / report_of(monitor)["samples per second"] == pytest.approx(35, abs=1.1)
 
 
 def test_report_has_median_and_p95(monkeypatch):
@@ -116,7 +116,7 @@ def test_tokens_of_a_batch_key_are_its_elements():
     monitor = lo.PerformanceMonitor(tokens="ids")
     quiet_trainer(callbacks=[monitor]).fit(Tokens())
     rates = report_of(monitor)
-    assert rates["tokens a second"] == pytest.approx(7 * rates["samples a second"])
+    assert rates["tokens per second"] == pytest.approx(7 * rates["samples per second"])
 
 
 @pytest.mark.parametrize(("net", "what"), [(Tokens, r"has \['ids', 'x'\]"), (SmallNet, "list")])
