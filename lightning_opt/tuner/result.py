@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +193,7 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written as text.
         """
-        return self._as_python(self.settings, self._headline())
-
-    def _as_python(self, settings: Mapping[str, Any], head: str = "") -> str:
-        return to_python(settings, head, self.space.facts.package)
+        return to_python(self.settings, self._headline(), self.space.facts.package)
 
     def diff(self) -> str:
         """Return the changed Trainer arguments as diffs of Python and YAML; empty if none.
@@ -203,9 +201,10 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written as text.
         """
-        before = dict(as_mapping(self.space.settings(())))
+        before = as_mapping(self.space.settings(()))
+        python = partial(to_python, package=self.space.facts.package)
         text = ""
-        for form, name in ((self._as_python, "trainer.py"), (to_yaml, "trainer.yaml")):
+        for form, name in ((python, "trainer.py"), (to_yaml, "trainer.yaml")):
             old, new = (form(kwargs).splitlines(True) for kwargs in (before, self.settings))
             text += "".join(difflib.unified_diff(old, new, f"yours/{name}", f"tuned/{name}", n=99))
         return text

@@ -180,11 +180,8 @@ class Tuning:
             "class_path": "lightning_opt.tuner.probe.TrialWatch",
             "init_args": {"file": str(file), "reseed": int(role == "noise")},
         }
-        more: dict[str, Any] = {"callbacks": [watch]}
-        base = as_mapping(self.base)
-        if any(base.get(name) is not None for name in LIMITS):
-            more |= LIMITS
-        if role == "profile" and not base.get("profiler"):
+        more: dict[str, Any] = {"callbacks": [watch], **LIMITS}
+        if role == "profile" and not as_mapping(self.base).get("profiler"):
             more["profiler"] = {"class_path": PROFILER, "init_args": PROFILER_ARGUMENTS}
         if role == "batch":
             more = join([added("DynamicBatchSize", find="largest", scale_lr="linear"), more])

@@ -33,7 +33,7 @@ GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.1
 """Seconds between checks that a silent process is alive."""
 
-STACK_SECONDS = 0.2
+STACK_SECONDS = 0.5
 """Seconds for a process to write its stacks."""
 
 MAX_LOG_CHARACTERS = 16_000

@@ -78,7 +78,7 @@ def test_steps_equal_an_uninterrupted_training(fit):
     assert all(type(step) is Step for step in steps)
     assert [step.loss for step in steps] == plain_losses()
     assert {step.samples for step in steps} == {4}
-    assert all(0 < step.seconds < 5 for step in steps)
+    assert all(0 < step.seconds < 60 for step in steps)
     assert fit.steps == steps
     summary = fit.summary
     assert (summary["device"], summary["devices"]) == ("cpu", 1)
@@ -89,9 +89,10 @@ def test_steps_equal_an_uninterrupted_training(fit):
 def test_paused_process_uses_no_cpu(fit):
     fit.advance(1)
     process = psutil.Process(fit.summary["pid"])
+    time.sleep(0.2)
     before = sum(process.cpu_times()[:2])
-    time.sleep(0.5)
-    assert sum(process.cpu_times()[:2]) - before <= 0.02
+    time.sleep(2)
+    assert sum(process.cpu_times()[:2]) - before <= 0.1
 
 
 def test_peak_memory_includes_the_model():
@@ -109,31 +110,19 @@ def test_peak_memory_includes_the_model():
         assert 95e6 < large_process.peak_bytes - small_process.peak_bytes < 130e6
 
 
-def test_loss_is_not_divided_by_accumulation():
-    with TrainingProcess(Net, rows, {**CPU, "accumulate_grad_batches": 2}) as fit:
-        (step,) = fit.advance(1)
-    assert step.loss == pytest.approx(plain_losses()[0], rel=1e-6)
-
-
-def test_end_of_the_run_is_a_failure_of_advance():
-    with TrainingProcess(Net, rows, {**CPU, "max_steps": 5}) as fit:
-        assert len(fit.advance(3)) == 3
-        with pytest.raises(FitFailed, match="ended after 5 steps") as failure:
-            fit.advance(3)
-        assert failure.value.kind == "error"
-
-
 def test_callbacks_of_created_settings_are_timed_and_pauses_are_not():
     """Settings from a function, with class paths as in a configuration file."""
 
     def settings() -> dict[str, Any]:
         waits = {"class_path": "tests.profiling.fitting.Waits", "init_args": {"seconds": 0.1}}
-        return {**CPU, "callbacks": [waits], "strategy": {"class_path": "SingleDeviceStrategy"}}
+        more = {"strategy": {"class_path": "SingleDeviceStrategy"}, "accumulate_grad_batches": 2}
+        return {**CPU, **more, "callbacks": [waits]}
 
     with TrainingProcess("tests.profiling.fitting:Net", rows, settings) as fit:
-        fit.advance(1)
-        time.sleep(1.0)
-        assert all(0.1 <= step.seconds < 0.9 for step in fit.advance(3))
+        (first,) = fit.advance(1)
+        time.sleep(3.0)
+        assert all(0.1 <= step.seconds < 2.9 for step in fit.advance(3))
+    assert first.loss == pytest.approx(plain_losses()[0], rel=1e-6), "not divided by 2"
 
 
 @pytest.mark.slow
@@ -172,7 +161,7 @@ def test_workers_prepare_no_batches_during_a_pause(tmp_path):
     ) as fit:
         for _ in range(2):
             fit.advance(2)
-            time.sleep(0.05)  # what was being written
+            time.sleep(0.5)  # until the last write has ended
             made = file.stat().st_size
             time.sleep(0.5)
             assert file.stat().st_size == made
@@ -239,6 +228,7 @@ def test_failure_of_another_rank_is_the_reason():
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
+        ("ends", "error", "ended after 3 steps"),
         ("raises", "error", "ArithmeticError: planted"),
         ("takes_memory", "out of memory", "allocate"),
         ("segfaults", "died", "SIGSEGV"),
@@ -247,7 +237,8 @@ def test_failure_of_another_rank_is_the_reason():
     ],
 )
 def test_failure_has_a_kind_and_a_sentence(what, kind, message):
-    with TrainingProcess(Net, rows, lambda: mishap(what)) as fit:
+    settings = {**CPU, "max_steps": 3} if what == "ends" else lambda: mishap(what)
+    with TrainingProcess(Net, rows, settings) as fit:
         assert len(fit.advance(2)) == 2
         with pytest.raises(FitFailed, match=message) as failure:
             fit.advance(2)
@@ -423,21 +414,17 @@ def test_file_path_is_imported_with_its_neighbours(tmp_path, monkeypatch):
 
 
 def test_class_paths_are_instantiated_in_lists_and_dicts():
+    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "loss"}}
     made = instantiate(
         {
-            "callbacks": [
-                {"class_path": "EarlyStopping", "init_args": {"monitor": "loss"}},
-                {"class_path": "lightning_opt.GradientHealth"},
-            ],
-            "other": {"a": [1, {"b": 2}]},
+            "callbacks": [stopping, {"class_path": "lightning_opt.GradientHealth"}],
+            "other": [{"b": 2}],
         }
     )
-    assert [type(callback).__name__ for callback in made["callbacks"]] == [
-        "EarlyStopping",
-        "GradientHealth",
-    ]
+    names = [type(callback).__name__ for callback in made["callbacks"]]
+    assert names == ["EarlyStopping", "GradientHealth"]
     assert made["callbacks"][0].monitor == "loss"
-    assert made["other"] == {"a": [1, {"b": 2}]}
+    assert made["other"] == [{"b": 2}]
     with pytest.raises(ImportError, match="no class 'Nothing'"):
         instantiate({"class_path": "Nothing"})
 
