@@ -30,17 +30,20 @@ Code = dict[str, str]
 """A hash per file or folder."""
 
 
+@cache
 def records() -> dict[str, dict[str, Any]]:
     """Return the committed records by name."""
     found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
     return {name: record for name, record in found.items() if "machine" in record}
 
 
+@cache
 def waivers() -> dict[str, dict[str, Any]]:
     """Return the signed waivers by record."""
     return json.loads(WAIVERS.read_text()) if WAIVERS.exists() else {}
 
 
+@cache
 def script_of(name: str) -> Path:
     """Return the script that publishes a record.
 

@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="records, also as patterns: whatever has changed")
     arguments = parser.parse_args()
     signed = subprocess.check_output(["git", "config", "user.name"], text=True).strip()
-    signatures, left = waivers(), dict[str, set[str]]()
+    signatures, left = dict(waivers()), dict[str, set[str]]()
     for name, record in records().items():
         if record.get("code") == code_of(script_of(name)):
             signatures.pop(name, None)  # measured again

@@ -11,6 +11,7 @@ medians over rounds. Runs in about four minutes.
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -55,7 +56,7 @@ def transformer() -> tuple[nn.Module, Tensor]:
         nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
         for _ in range(10)
     ]
-    return Chained(nn.Identity(), [*layers], nn.LayerNorm(128)), torch.randn(8, 128, 128)
+    return Chained(nn.Identity(), [*layers], nn.LayerNorm(128)), torch.randn(4, 128, 128)
 
 
 def mixed_mlp() -> tuple[nn.Module, Tensor]:
@@ -88,8 +89,8 @@ class ModelStep(Step):
 
 def operators_of(keys: frozenset[OperatorKey]) -> list[Any]:
     """Return torch's operators of these names."""
-    names = {name.split(".")[1:] and tuple(name.split(".")[1:]) for name, _ in keys}
-    return [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in names]
+    names = sorted({name for name, _ in keys})  # such as "aten.mm.default"
+    return [operator.attrgetter(name)(torch.ops) for name in names]
 
 
 def by_torch(plan: Plan, kept: frozenset[OperatorKey]) -> Callable[[Callable[[], Any]], Any]:
@@ -108,8 +109,9 @@ def by_torch(plan: Plan, kept: frozenset[OperatorKey]) -> Callable[[Callable[[],
 
         settings: dict[str, Any] = {"use_reentrant": False}
         if group.selection is not None:
-            operators = operators_of(kept)
-            settings["context_fn"] = partial(create_selective_checkpoint_contexts, operators)
+            settings["context_fn"] = partial(
+                create_selective_checkpoint_contexts, operators_of(kept)
+            )
         replaced |= dict.fromkeys(modules[1:], lambda x: x)
         replaced[modules[0]] = partial(checkpoint, run, **settings)
 
@@ -132,7 +134,7 @@ def compare_with_torch(name: str, step: ModelStep, rounds: int) -> list[dict[str
     unchecked = profile.unchecked_peak + profile.reserve
     plans = {policy: make_plan(policy, blocks, n) for policy, n in POLICIES.items()}
     plans["auto, half"] = plan_step(profile, 0.5 * unchecked).plan
-    kept = frozenset(operator.key for operator in profile.units[0].expensive)
+    kept = frozenset(known.key for known in profile.units[0].expensive)
     calls = {"none": step.under([])}
     for policy, plan in plans.items():
         calls[policy], calls[f"{policy} by torch"] = step.under(plan), by_torch(plan, kept)
