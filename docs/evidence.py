@@ -33,7 +33,7 @@ def more(ratio: float) -> str:
 
 
 def longer(*steps: tuple[float, float]) -> str:
-    """Tell by how much steps take longer, each given by its milliseconds and the ratio."""
+    """Format the costs of two steps, each given as milliseconds and ratio."""
     (first, ratio), (second, other) = steps
     return (
         f"a step of {first:.0f} ms takes {more(ratio)} longer, one of {second:.0f} ms {more(other)}"
