@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -208,12 +209,20 @@ class _SaveOperators:
 
     def __init__(self, kept: frozenset[OperatorKey]) -> None:
         self._kept = kept
+        self._names = {name for name, _ in kept}
         # Up to torch 2.6 the recomputation calls the policy too.
-        self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        self._counts: Counter[tuple[bool, str]] = Counter()
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        counts, name = self._counts[context.is_recompute], str(op)
-        key = (name, counts[name])
-        counts[name] += 1
+        name = _name_of(op)
+        if name not in self._names:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        place = context.is_recompute, name
+        key = name, self._counts[place]
+        self._counts[place] += 1
         keep = key in self._kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# The text is built at every call, which takes as long as some operators.
+_name_of = functools.cache(str)

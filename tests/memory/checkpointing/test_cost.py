@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.policies import AppliedPlan, make_plan
@@ -67,7 +67,7 @@ def counts_of(model: nn.Module) -> Counts:
     return counts
 
 
-def counts_of_torch(model: nn.Module, segment: int) -> Counts:
+def counts_of_torch(model: nn.Module, segment: int, **settings: Any) -> Counts:
     def run(layers: Any, x: Tensor) -> Tensor:
         for layer in layers:
             x = layer(x)
@@ -75,7 +75,7 @@ def counts_of_torch(model: nn.Module, segment: int) -> Counts:
 
     def forward(x: Tensor) -> Tensor:
         for start in range(0, BLOCKS, segment):
-            x = checkpoint(run, model[start : start + segment], x, use_reentrant=False)
+            x = checkpoint(run, model[start : start + segment], x, use_reentrant=False, **settings)
         return x
 
     wrapped = nn.Module()
@@ -92,8 +92,19 @@ def test_block_without_written_state_costs_as_much_as_torchs_checkpoint(
     expected = counts_of_torch(model, segment)
     with AppliedPlan(make_plan(policy, find_blocks(model), segment)):
         ours = counts_of(model)
-    assert ours.calls <= expected.calls + 45 * BLOCKS
+    assert ours.calls <= expected.calls + 35 * BLOCKS
     assert ours.operators <= expected.operators + keeping * BLOCKS // segment
+
+
+def test_selective_block_costs_as_much_as_torchs_with_the_same_operators() -> None:
+    model = nn.Sequential(*(Layer(partial(nn.LayerNorm, 8)) for _ in range(BLOCKS)))
+    products = [torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    expected = counts_of_torch(model, 1, context_fn=contexts)
+    with AppliedPlan(make_plan("selective", find_blocks(model), None)):
+        ours = counts_of(model)
+    assert ours.calls <= expected.calls + 40 * BLOCKS
+    assert ours.operators == expected.operators
 
 
 def test_block_with_running_statistics_copies_them_twice() -> None:
@@ -103,3 +114,4 @@ def test_block_with_running_statistics_copies_them_twice() -> None:
         ours = counts_of(model)
     copies = 2 * 3  # of the mean, the variance and the counter, before both runs
     assert ours.operators == expected.operators + copies * BLOCKS
+    assert ours.calls <= expected.calls + 70 * BLOCKS
