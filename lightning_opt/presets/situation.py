@@ -201,4 +201,4 @@ class Situation:
             states //= self.processes
         limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
         memory = min((usage.total for usage in limits.read()), default=math.inf)
-        return states > MAX_STATE_SHARE * memory
+        return bool(states > MAX_STATE_SHARE * memory)
