@@ -1,12 +1,9 @@
 """Notebooks, the demo and the scripts run, and their data and measures are correct."""
 
-import importlib
 import json
 import math
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,9 +14,9 @@ import torch
 
 from examples import byte_gpt
 from examples.byte_gpt import ByteGPT, SourceBatches, read_sources
+from tests.examples.conftest import EXAMPLES
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+Load = Callable[[str], ModuleType]
 
 SHORTER = {
     "02_stabilise_training.ipynb": {"SourceData(steps=300)": "SourceData(steps=20)"},
@@ -34,27 +31,6 @@ def sources() -> list[bytes]:
     return read_sources()
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a script with its folder on the path."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module(name)
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
-    """Variables with which a child process imports the package from the source tree."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-
-
-def run_script(
-    name: str, *arguments: str, cwd: Path, env: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run an example in a new process, in ``cwd``."""
-    command = [sys.executable, EXAMPLES / name, *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-
-
 TABLES = {"05_let_the_tuner_decide.ipynb"}
 """Notebooks that show a table; the others draw a picture."""
 
@@ -63,7 +39,7 @@ TABLES = {"05_let_the_tuner_decide.ipynb"}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
 def test_notebook_runs_and_shows_the_committed_kinds_of_output(
-    path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, load: Load
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -73,7 +49,7 @@ def test_notebook_runs_and_shows_the_committed_kinds_of_output(
     replacements = SHORTER.get(path.name, {})
     source = "\n".join(cell.source for cell in committed.cells)
     assert all(old in source for old in replacements)
-    run_notebooks = load("run_notebooks", monkeypatch)
+    run_notebooks = load("run_notebooks")
 
     notebook = run_notebooks.execute(path, replacements)
 
@@ -98,13 +74,12 @@ def kinds_of(cell: nbformat.NotebookNode) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_clipping_script_prints_a_table_and_draws_a_picture(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, run_script: Callable[..., str]
 ) -> None:
     arguments = ("--steps", "20", "--out", "new/loss.png")
-    run = run_script("clipping.py", *arguments, cwd=tmp_path, env=environment)
+    output = run_script("clipping.py", *arguments)
 
-    assert run.returncode == 0, run.stderr
-    table = run.stdout[run.stdout.index("A byte-level GPT") :].splitlines()
+    table = output[output.index("A byte-level GPT") :].splitlines()
     assert table[1].split()[:3] == ["run", "val", "loss"]
     rows = [line.split() for line in table[3:6]]
     assert [row[0] for row in rows] == ["plain", "AdaptiveClipping()", "gradient_clip_val=1.0"]
@@ -112,33 +87,29 @@ def test_clipping_script_prints_a_table_and_draws_a_picture(
         assert 0.0 < float(row[1]) < math.log(256), "worse than a uniform guess"
     assert rows[0][6] == "0.0%"  # run, val loss, best, spikes, excursion, worst, steps clipped
     assert rows[1][-1].endswith("%")
-    assert str(tmp_path / "new/loss.png") in run.stdout
+    assert str(tmp_path / "new/loss.png") in output
     assert matplotlib.image.imread(tmp_path / "new/loss.png").std() > 0.1  # not blank
 
 
 @pytest.mark.slow
 def test_demo_survives_a_memory_limit_and_draws_the_act(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, run_script: Callable[..., str]
 ) -> None:
     arguments = ("--act", "2", "--quick", "--out", "new/a.png")
-    run = run_script("demo.py", *arguments, cwd=tmp_path, env=environment)
+    output = run_script("demo.py", *arguments)
 
-    assert run.returncode == 0, run.stderr
-    assert re.search(r"plain: +dies at step 1$", run.stdout, re.M)
-    assert re.search(
-        r"MicroBatching: +all 2 steps; losses and weights within \de-0[678]", run.stdout
-    )
+    assert re.search(r"plain: +dies at step 1$", output, re.M)
+    same = r"MicroBatching: +all 2 steps; losses and weights within \de-0[678]"
+    assert re.search(same, output)
     assert matplotlib.image.imread(tmp_path / "new/a.png").std() > 0.1
     assert {path.name for path in tmp_path.iterdir()} == {"new"}, "other files remain"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader")
-def test_demo_acts_on_a_bad_batch_and_on_memory_end_as_expected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_demo_acts_on_a_bad_batch_and_on_memory_end_as_expected(load: Load) -> None:
     """Acts 1 and 3. Tests of the strategies cover act 4, which creates networks."""
-    demo, acts = load("demo", monkeypatch), load("demo_acts", monkeypatch)
+    demo, acts = load("demo"), load("demo_acts")
     bad_batch = {side: acts.bad_batch(side, quick=True) for side in ("plain", "ours")}
     outcomes = demo.outcomes(1, bad_batch)
     assert re.fullmatch(r"all [\d,]+ weights lost", outcomes["plain"])
@@ -147,27 +118,22 @@ def test_demo_acts_on_a_bad_batch_and_on_memory_end_as_expected(
     assert re.fullmatch(r"\d+ MiB, [\d.]+ of the memory for [\d.]+ of the time", outcome)
 
 
-def test_demo_shows_the_recorded_run_without_network_namespaces(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_demo_draws_recorded_acts_without_network_namespaces(
+    monkeypatch: pytest.MonkeyPatch, load: Load, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo = load("demo", monkeypatch)
+    demo = load("demo")
     monkeypatch.setattr("benchmarks.strategies.compression.why_not", lambda: "tc not found")
-    found = demo.run([4], quick=True)
+    acts = {int(act): run for act, run in json.loads(demo.RECORD.read_text())["acts"].items()}
+    acts |= demo.run([4], quick=True)
     printed = capsys.readouterr().out
     assert "RECORDED, not run: no slow link can be made here (tc not found)" in printed
     assert "ddp_topk" in printed
-    texts = [text.get_text() for text in demo.draw(found).axes[0].texts]
-    assert any("a recorded run" in text for text in texts)
-
-
-def test_demo_draws_the_recorded_acts(monkeypatch: pytest.MonkeyPatch) -> None:
-    demo = load("demo", monkeypatch)
-    acts = json.loads(demo.RECORD.read_text())["acts"]
-    figure = demo.draw({int(act): found for act, found in acts.items()})
-    assert len(figure.axes) == 4
-    assert demo.outcomes(1, acts["1"])["plain"].endswith("weights lost")
-    assert demo.outcomes(2, acts["2"])["plain"] == "dies at step 1"
-    assert demo.largest_difference(acts["2"]["ours"], acts["2"]["reference"]) < 1e-5
+    axes = demo.draw(acts).axes
+    assert len(axes) == 4
+    assert any("a recorded run" in text.get_text() for text in axes[3].texts)
+    assert demo.outcomes(1, acts[1])["plain"].endswith("weights lost")
+    assert demo.outcomes(2, acts[2])["plain"] == "dies at step 1"
+    assert demo.largest_difference(acts[2]["ours"], acts[2]["reference"]) < 1e-5
 
 
 def test_batches_depend_only_on_seed_and_index(sources: list[bytes]) -> None:
@@ -175,9 +141,8 @@ def test_batches_depend_only_on_seed_and_index(sources: list[bytes]) -> None:
     again = SourceBatches(sources, 40, damaged=0.5, seed=3)
     assert all(torch.equal(batches[i][0], again[i][0]) for i in reversed(range(40)))
     other = SourceBatches(sources, 40, damaged=0.5, seed=4)
-    assert (
-        sum(torch.equal(batches[i][0], other[i][0]) for i in range(40)) < 10
-    )  # zeroed batches are equal
+    equal = sum(torch.equal(batches[i][0], other[i][0]) for i in range(40))
+    assert equal < 10, "only zeroed batches are equal"
     assert len(list(batches)) == 40
     assert batches[0][0].shape == (8, 65)
 
@@ -218,8 +183,8 @@ def test_model_is_causal_and_initial_loss_is_uniform() -> None:
     assert model.loss(torch.randint(256, (8, 17))).item() == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_recorder_finds_spikes_and_excursions(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = load("clipping", monkeypatch).Recorder()
+def test_recorder_finds_spikes_and_excursions(load: Load) -> None:
+    record = load("clipping").Recorder()
     record.norms = [1.0] * 100
     record.norms[10] = record.norms[70] = 50.0  # the first precedes the median
     record.thresholds = [math.inf] * 20 + [3.0] * 80

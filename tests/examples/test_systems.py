@@ -1,39 +1,32 @@
 """The example systems: original and optimised runs agree, and the optimisations are active."""
 
-import importlib
 import json
 import math
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+from tests.examples.conftest import EXAMPLES
+
+Load = Callable[[str], ModuleType]
 
 # The GPT defines validation, which only the demo uses.
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a script with its folder on the path."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module(name)
 
 
 # --- vision ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_vision_runs_agree_and_optimisations_are_active(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vision = load("vision_attention", monkeypatch)
+def test_vision_runs_agree_and_optimisations_are_active(load: Load) -> None:
+    vision = load("vision_attention")
 
     report = vision.compare(steps=3, seed=0, deterministic=False, backend="eager")
 
@@ -46,10 +39,8 @@ def test_vision_runs_agree_and_optimisations_are_active(
     assert "CompileModel: compiled in" in notes
 
 
-def test_cached_and_recomputed_rotary_positions_are_equal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vision = load("vision_attention", monkeypatch)
+def test_cached_and_recomputed_rotary_positions_are_equal(load: Load) -> None:
+    vision = load("vision_attention")
     codes = torch.randn(2, 4, 64, 32)
     original, optimised = vision.Round(32, 4, False, False), vision.Round(32, 4, True, True)
     torch.testing.assert_close(original.rotary(codes), optimised.rotary(codes), atol=1e-5, rtol=0)
@@ -60,9 +51,11 @@ def test_cached_and_recomputed_rotary_positions_are_equal(
 
 
 @pytest.mark.slow
-def test_vision_run_resumes_bit_exactly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    vision = load("vision_attention", monkeypatch)
-    same_weights = load("measuring", monkeypatch).same_weights
+def test_vision_run_resumes_bit_exactly(
+    monkeypatch: pytest.MonkeyPatch, load: Load, tmp_path: Path
+) -> None:
+    vision = load("vision_attention")
+    same_weights = load("measuring").same_weights
     monkeypatch.setattr(vision, "TRAINING", 8 * vision.BATCH)
     settings = {"seed": 0, "deterministic": True, "backend": "none"}
 
@@ -80,8 +73,8 @@ def test_vision_run_resumes_bit_exactly(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_language_runs_agree_and_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    language = load("language_model", monkeypatch)
+def test_language_runs_agree_and_need_less_memory(load: Load) -> None:
+    language = load("language_model")
 
     report, output = language.compare(steps=5, warmup=2, half="bf16", seed=0)
 
@@ -101,10 +94,8 @@ def test_language_runs_agree_and_need_less_memory(monkeypatch: pytest.MonkeyPatc
 # --- pairwise distances ---------------------------------------------------------------------------
 
 
-def test_each_distance_is_computed_once_and_weights_are_equal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pairwise = load("pairwise_distance", monkeypatch)
+def test_each_distance_is_computed_once_and_weights_are_equal(load: Load) -> None:
+    pairwise = load("pairwise_distance")
 
     report = pairwise.compare(samples=9, batch_size=4, epochs=6, seed=0)
 
@@ -117,8 +108,8 @@ def test_each_distance_is_computed_once_and_weights_are_equal(
     assert all(row["same weights"] for row in report.rows)
 
 
-def test_distance_is_the_earth_movers_distance_of_the_ink(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairwise = load("pairwise_distance", monkeypatch)
+def test_distance_is_the_earth_movers_distance_of_the_ink(load: Load) -> None:
+    pairwise = load("pairwise_distance")
 
     def image(**ink: int) -> bytes:
         grey = [0] * 64
@@ -134,8 +125,8 @@ def test_distance_is_the_earth_movers_distance_of_the_ink(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("samples", [8, 9, 10, 11, 12, 2])
-def test_every_batch_is_even(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pairwise = load("pairwise_distance", monkeypatch)
+def test_every_batch_is_even(samples: int, load: Load) -> None:
+    pairwise = load("pairwise_distance")
     order = torch.utils.data.DistributedSampler(range(samples), num_replicas=1, rank=0)
     batches = pairwise.EvenBatches(order, 4)
     drawn = list(batches)
@@ -151,10 +142,8 @@ def test_every_batch_is_even(samples: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_loop_and_trainer_agree_and_curvature_saves_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    curvature = load("curvature", monkeypatch)
+def test_loop_and_trainer_agree_and_curvature_saves_steps(load: Load) -> None:
+    curvature = load("curvature")
 
     report = curvature.compare(steps=100)
 
@@ -167,15 +156,6 @@ def test_loop_and_trainer_agree_and_curvature_saves_steps(
 # --- many machines --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def environment() -> dict[str, str]:
-    """Variables of a process that a user starts by hand."""
-    removed = ("SLURM", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-
-
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -185,7 +165,7 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_one_process_and_two_machines_reach_the_same_loss(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, environment: dict[str, str], load: Load
 ) -> None:
     out = tmp_path / "new" / "table.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
@@ -204,7 +184,7 @@ def test_one_process_and_two_machines_reach_the_same_loss(
         for rank in range(2)
     ]
     try:
-        alone = load("many_machines", monkeypatch).train("ddp", 30, 1, 1)
+        alone = load("many_machines").train("ddp", 30, 1, 1)
         output = [machine.communicate(timeout=500)[0] for machine in machines]
     finally:
         for machine in machines:
@@ -235,9 +215,9 @@ def test_one_process_and_two_machines_reach_the_same_loss(
     ],
 )
 def test_layout_is_read_from_the_environment(
-    variables: dict[str, str], layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch, load: Load
 ) -> None:
-    machines = load("many_machines", monkeypatch)
+    machines = load("many_machines")
     for name in list(os.environ):
         if name.startswith(("SLURM", "TORCHELASTIC", "WORLD_SIZE", "LOCAL_WORLD_SIZE")):
             monkeypatch.delenv(name)
