@@ -158,8 +158,9 @@ def _mentioned(file: Path) -> set[Path]:
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {alias.name for alias in node.names}
-            modules |= {node.module or "", *(f"{node.module}.{name}" for name in names)}
+            imported = {alias.name for alias in node.names}
+            names |= imported
+            modules |= {node.module or "", *(f"{node.module}.{name}" for name in imported)}
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "lo":
             names.add(node.attr)
         elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
