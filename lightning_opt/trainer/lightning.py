@@ -69,6 +69,7 @@ else:
 
 def package_of(owner: object, default: Any = DEFAULT) -> Any:
     """Return the package of an object, a class or a module; ``default`` if it has none."""
+    owner = getattr(owner, "_orig_mod", owner)  # torch.compile wraps a module
     kind = owner if isinstance(owner, type) else type(owner)
     names = [base.__module__ for base in kind.__mro__]
     # `lightning` itself has the classes of `lightning.pytorch`.
