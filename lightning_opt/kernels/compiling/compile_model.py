@@ -11,6 +11,7 @@ import torch
 
 from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.modules.compiling import CLOCK
+from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
@@ -191,9 +192,11 @@ class CompileModel(RunCallback):
         CLOCK.start()
         self._stack.callback(CLOCK.stop)
         self._logged: dict[str, float] = {}
-        all_failed = all(region.mode == EAGER for region in self.regions)
-        if self.measure and not all_failed and trainer.state.fn == "fit":
-            self._comparison = Comparison(self.regions, device)
+        if self.measure and trainer.state.fn == "fit":
+            # Ranks measure together, even if compilation has failed on some of them.
+            compiles = any(region.mode != EAGER for region in self.regions)
+            if any(largest_over_ranks([float(compiles)], device)):
+                self._comparison = Comparison(self.regions, device)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore ``forward`` of the modules."""

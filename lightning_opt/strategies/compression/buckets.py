@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import reads_are_free
+from lightning_opt.core.modules.sharding import largest_over_ranks, reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.compression.exchange import Exchange, Residual
 from lightning_opt.strategies.compressors import Compressor
@@ -164,20 +164,29 @@ class Buckets:
         norms = [part.norm() for part in parts] or [torch.zeros(())]
         return float(torch.stack([norm.to(norms[0].device) for norm in norms]).norm())
 
-    def averaged(self) -> dict[str, Tensor]:
+    def averaged(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean residual over ranks by parameter, on the CPU. All ranks must call it.
 
         The mean can be restored at any number of ranks, and the sum over ranks, which is
         still to be sent, stays the same.
+
+        Args:
+            parameters: All parameters by name. Some ranks may have a residual of a parameter, and
+                others none.
         """
         residuals = dict(self._unassigned)
         for bucket in self.current.values():
             residuals.update(bucket.by_parameter())
+        device = next(iter(parameters.values())).device
+        exists = largest_over_ranks([float(name in residuals) for name in parameters], device)
         means = {}
-        for name in sorted(residuals):
-            mean = residuals[name] / dist.get_world_size()
-            dist.all_reduce(mean)
-            means[name] = mean.cpu()
+        for (name, parameter), any_rank in zip(parameters.items(), exists, strict=True):
+            if any_rank:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                own = residuals.get(name, torch.zeros(parameter.numel()))
+                mean = own.to(parameter.device, wide) / dist.get_world_size()
+                dist.all_reduce(mean)
+                means[name] = mean.cpu()
         return means
 
     def load(self, means: Mapping[str, Tensor]) -> None:

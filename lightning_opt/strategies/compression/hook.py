@@ -255,7 +255,9 @@ class CompressedReduction:
         for names, state in self.buckets.current.items():
             if isinstance(state.exchange, GatherExchange) and state.exchange.bound is not None:
                 bounds[names[0]] = float(state.exchange.bound)
-        return {"step": self.step, "residuals": self.buckets.averaged(), "bounds": bounds}
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        residuals = self.buckets.averaged(parameters)
+        return {"step": self.step, "residuals": residuals, "bounds": bounds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`, at any number of ranks; reset if it is empty."""

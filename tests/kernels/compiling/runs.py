@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -157,6 +158,15 @@ def breaks_in_backward(graph: Any, inputs: Any) -> Any:
 def out_of_memory(graph: Any, inputs: Any) -> Any:
     """Run out of memory while compiling."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def on_rank_0(backend: Any) -> Any:
+    """Return a backend that fails on one rank alone."""
+
+    def either(graph: Any, inputs: Any) -> Any:
+        return (backend if dist.get_rank() == 0 else aot_eager)(graph, inputs)
+
+    return either
 
 
 class FailsLater:

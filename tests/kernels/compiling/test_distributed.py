@@ -3,9 +3,7 @@
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch._dynamo.backends.debugging import aot_eager
 
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from tests.helpers.processes import launch
@@ -15,6 +13,7 @@ from tests.kernels.compiling.runs import (
     fails,
     fails_in_backward,
     messages_of,
+    on_rank_0,
     train,
 )
 
@@ -54,15 +53,6 @@ def ddp() -> dict[str, Any]:
 
 def fsdp2() -> dict[str, Any]:
     return {"strategy": ModelParallelStrategy(2, 1), **SHORT}
-
-
-def on_rank_0(backend: Any) -> Any:
-    """Return a backend that fails on one rank alone."""
-
-    def either(graph: Any, inputs: Any) -> Any:
-        return (backend if dist.get_rank() == 0 else aot_eager)(graph, inputs)
-
-    return either
 
 
 def under_ddp() -> list[Any]:

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_opt.core.measure import timing
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from tests.helpers.processes import launch
-from tests.kernels.compiling.runs import Net, assert_same, train
+from tests.kernels.compiling.runs import Net, assert_same, fails, messages_of, on_rank_0, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -97,6 +97,26 @@ def modes_on_each_rank() -> list[str]:
         train(callback, model=model, strategy=strategy, devices=2, max_epochs=1)
         found.append(model.modes[-1])
     return found
+
+
+def failure_on_rank_0() -> list[str]:
+    """Compilation fails on one rank; all ranks measure again in a second fit."""
+    timing.time.perf_counter = lambda: Timed.now  # type: ignore[assignment]
+    model = Timed(compiled=5.0)
+    callback = CompileModel(backend=on_rank_0(fails), measure=True)
+    for _ in range(2):
+        ddp = DDPStrategy(process_group_backend="gloo")
+        settings = {"strategy": ddp, "devices": 2, "max_epochs": 1}
+        messages_of(lambda: train(callback, model=model, **settings))  # noqa: B023
+    return model.modes
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_measure_again_if_compilation_has_failed_on_one() -> None:
+    first, second = launch(failure_on_rank_0, timeout=120)
+    assert first[20:] == ["eager"] * 20
+    assert second[20:] == ["eager"] * 7 + ["default"] * 13
 
 
 @pytest.mark.slow

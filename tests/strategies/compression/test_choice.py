@@ -230,6 +230,27 @@ def test_uncompressed_is_chosen_on_a_fast_link():
     launch(_fast)
 
 
+def _unused_on_one_rank() -> None:
+    """From the choice on, rank 1 does not use a parameter, and keeps its residual of the trials."""
+    chosen, steps = WARM + TRIALS, WARM + TRIALS + 5
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch, 0.0, encoding=0.02)
+        model = Ledger(lambda step, rank, index: step >= chosen and rank == index == 1)
+        strategy = chooser(find_unused_parameters=True)
+        modes = run(model, strategy, range(steps))
+    assert modes[chosen:] == [0.0] * 5
+    assert strategy.kept["weights.1"].any()
+    for index, account in enumerate(expected(range(steps), 2, model)):
+        rest = strategy.kept.get(f"weights.{index}", torch.zeros(()))
+        found = model.weights[index].detach().double() - rest
+        torch.testing.assert_close(found, account, rtol=0, atol=2e-4)
+
+
+@pytest.mark.distributed
+def test_checkpoint_has_the_residual_that_only_one_rank_keeps():
+    launch(_unused_on_one_rank)
+
+
 class Sparse(LightningModule):
     """Has only sparse gradients, which are never compressed."""
 
