@@ -258,6 +258,16 @@ def namespaces(ranks: int, limit: tuple[str, str] | None) -> Iterator[list[str]]
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+def exit_on_sigterm() -> None:
+    """Exit at SIGTERM, so that networks are removed; ``timeout`` sends it twice."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 def why_not() -> str | None:
     """Return why this machine cannot create networks, or None if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -381,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     own.only = [name for name in candidates() if name in {"dense", "no exchange", *own.only}]
     arguments = parse_arguments(__doc__ or "", rest)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
+    exit_on_sigterm()
     reason = why_not()
     if reason is not None:
         print(f"This machine does not allow the benchmark's own networks: {reason}")

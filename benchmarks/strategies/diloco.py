@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from benchmarks.strategies.compression import (
     NETWORKS,
     Network,
     Stopwatch,
+    exit_on_sigterm,
     namespaces,
     start_ranks,
     time_in_rounds,
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     own.only = [name for name in CANDIDATES if name in {NONE, *own.only}]
     arguments = parse_arguments(__doc__ or "", rest)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
+    exit_on_sigterm()
     reason = why_not()
     if reason is not None:
         print(f"This machine does not allow the benchmark's own networks: {reason}")

@@ -24,7 +24,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -38,7 +37,13 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from benchmarks.harness import free_port, parse_arguments, publish
-from benchmarks.strategies.compression import INTERFACE, namespaces, rank_environment, why_not
+from benchmarks.strategies.compression import (
+    INTERFACE,
+    exit_on_sigterm,
+    namespaces,
+    rank_environment,
+    why_not,
+)
 from benchmarks.strategies.compression_tasks import trainer_of
 
 PLANS: list[tuple[int, dict[str, Any]]] = [
@@ -265,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     own, rest = parser.parse_known_args(argv)
     arguments = parse_arguments(__doc__ or "", rest)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
+    exit_on_sigterm()
     draw, total = random.Random(own.seed), 4 if arguments.quick else own.faults
     kinds = [kind for kind in KINDS if not (kind.startswith("network") and why_not())]
     rows: list[dict[str, Any]] = []
