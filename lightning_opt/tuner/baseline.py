@@ -192,3 +192,6 @@ class Baseline:
 
 class BaselineFailed(FitFailed):
     """The baseline failed, so trials cannot be compared with it."""
+
+    def __str__(self) -> str:
+        return f"The baseline failed ({self.kind}): {self.message}"

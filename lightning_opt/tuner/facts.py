@@ -52,8 +52,8 @@ class Facts:
         fused: Whether all optimizers are fused already.
         automatic_optimization: Whether the module uses automatic optimization.
         samples: Number of samples in a batch.
-        uses_dataloader: Whether the data comes from a ``torch.utils.data.DataLoader``.
-        workers: Number of workers of that loader.
+        uses_dataloader: Whether the data comes from one ``torch.utils.data.DataLoader``.
+        workers: Number of workers of the loader, or the largest number of several loaders.
         eager_float32: Whether the model trains in float32 without compiled parts.
         seconds_by_group: Seconds of a step by group of phases; empty if not measured.
         busy: Share of all CPUs' time that the process uses.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.measure.machine import available_cpus, why_no_bf16
@@ -101,7 +102,8 @@ class TrialWatch(BaseCallback):
                 seed_everything(torch.initial_seed() % 2**31 + self._reseed, verbose=False)
             self._facts["samples"] = samples_in(batch, default=0)
             # Callbacks may have changed the loader since the start.
-            self._facts["workers"] = getattr(trainer.train_dataloader, "num_workers", 0)
+            loaders, _ = tree_flatten(trainer.train_dataloader)
+            self._facts["workers"] = max(getattr(loader, "num_workers", 0) for loader in loaders)
             self._started, self._cpu_seconds = time.perf_counter(), time.process_time()
 
     def on_before_optimizer_step(

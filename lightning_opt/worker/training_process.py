@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
-from multiprocessing.pool import RemoteTraceback
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -53,7 +52,10 @@ class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a mea
     def __init__(self, kind: str, message: str, details: str = "") -> None:
         super().__init__(f"{kind}: {message}")
         self.kind, self.message, self.details = kind, message, details
-        self.__cause__ = RemoteTraceback(f"\n{details}") if details else None
+        # Python prints the cause first.
+        self.__cause__ = (
+            Exception(f"in the process of the training\n{details}") if details else None
+        )
 
 
 class TrainingProcess:
@@ -228,8 +230,8 @@ class TrainingProcess:
             self._process.join(GRACE_SECONDS)
             self._fail(*describe_exit(self._process.exitcode or 0), self._log())
         if message[0] == "failed":
-            _, failed_at, *failure = message
-            self._fail(*failure, at=failed_at)
+            _, failed_at, kind, last_line, details = message
+            self._fail(kind, last_line, details, failed_at)
         return message
 
     def _log_with_stacks(self) -> str:

@@ -39,7 +39,11 @@ def test_unsuitable_switches_are_left_out_with_reasons() -> None:
             "data_pipeline",
             "only 0.1% of a step is spent on waiting for data",
         ),
-        (Facts(uses_dataloader=False), "data_pipeline", "the data does not come from a DataLoader"),
+        (
+            Facts(uses_dataloader=False),
+            "data_pipeline",
+            "the data does not come from one DataLoader",
+        ),
         (Facts(threads=2, cpus=2), "all_threads", "torch uses all CPUs already"),
         (Facts(why_no_bf16="no bf16 units"), "bf16", "no bf16 units"),
         (Facts(device="cuda"), "fp16", "bfloat16 needs no loss scale"),
