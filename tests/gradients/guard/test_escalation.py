@@ -126,12 +126,8 @@ class TestReducedLearningRate:
         scales = [1.0] * 8 + [0.5 ** (1 - step / 4) for step in (1, 2, 3, 4)] + [1.0] * 4
         # The scale of a step includes the response to its own fault.
         expected = [0.01 * 0.9**step * scale for step, scale in enumerate(scales)]
-        used = model.rates.used
-        if scaler:  # the loss scaler skips the call of `step` after an overflow
-            assert used == pytest.approx(expected[:5] + expected[8:], rel=1e-5)
-        else:
-            del used[5:8], expected[5:8]
-            assert used == pytest.approx(expected, rel=1e-5)
+        # A skipped step does not reach the end of `step`, where the rate is recorded.
+        assert model.rates.used == pytest.approx(expected[:5] + expected[8:], rel=1e-5)
 
     def test_learning_rate_set_by_the_model_is_kept(self) -> None:
         class Net(FaultyNet):
