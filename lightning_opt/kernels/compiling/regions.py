@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
+from textwrap import shorten
 from types import FunctionType
 from typing import Any
 
@@ -308,12 +310,8 @@ def reason(error: BaseException) -> str:
     """Return the class and the first lines of the innermost error."""
     inner = getattr(error, "inner_exception", None)
     shown = inner if isinstance(inner, BaseException) else error
-    words: list[str] = []
-    for line in str(shown).splitlines():
-        if line.startswith(("Set TORCH", "from user code", "You can suppress", "For even more")):
-            break
-        words.extend(line.split())
-    text = " ".join(words)
-    text = text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
+    hints = ("Set TORCH", "from user code", "You can suppress", "For even more")
+    lines = takewhile(lambda line: not line.startswith(hints), str(shown).splitlines())
+    text = shorten(" ".join(lines), MAX_REASON, placeholder="...")
     name = type(shown).__name__
     return text if text.startswith(name) else f"{name}: {text}".rstrip(": ")
