@@ -99,11 +99,7 @@ def run(name: str, folder: Path, quick: bool) -> None:
     if reason is not None:
         print(f"no slow link can be made here ({reason})")
         return
-    with compression.namespaces(2, compression.NETWORKS["100 Mbit/s"]) as names:
-        address, interface = "10.99.0.1", compression.INTERFACE
-        compression.start_ranks(
-            module, 2, options, namespaces=names, address=address, interface=interface, timeout=300
-        )
+    compression.measure(module, 2, "100 Mbit/s", options, timeout=300)
 
 
 def photograph(page: Path, picture: Path, size: tuple[int, int], dark: bool = False) -> None:

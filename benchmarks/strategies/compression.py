@@ -41,6 +41,8 @@ from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import quiet_trainer
 from lightning_opt.core.numerics.ratios import median_ratio
 
+MODULE = "benchmarks.strategies.compression"
+
 NETWORKS: dict[str, tuple[str, str] | None] = {
     "1 Gbit/s": ("1gbit", "256kb"),
     "100 Mbit/s": ("100mbit", "64kb"),
@@ -280,26 +282,23 @@ def why_not() -> str | None:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
-def rank_environment(
-    rank: int, ranks: int, address: str, port: int, interface: str
-) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, port: int, isolated: bool) -> dict[str, str]:
     """Return the environment variables of one rank, for Lightning and gloo.
 
     Args:
         rank: The rank.
         ranks: Number of ranks.
-        address: Where rank 0 can be reached.
-        port: The port there.
-        interface: What gloo sends through.
+        port: The port of rank 0.
+        isolated: Whether each rank has its own network namespace.
     """
     return {
-        "MASTER_ADDR": address,
+        "MASTER_ADDR": "10.99.0.1" if isolated else "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
         "NODE_RANK": "0",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "GLOO_SOCKET_IFNAME": interface,
+        "GLOO_SOCKET_IFNAME": INTERFACE if isolated else "lo",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
@@ -311,9 +310,7 @@ def start_ranks(
     options: Sequence[object],
     *,
     namespaces: Sequence[str] = (),
-    address: str = "127.0.0.1",
     port: int = 29500,
-    interface: str = "lo",
     timeout: float = 3600.0,
 ) -> Any:
     """Run a benchmark once per rank, and return the JSON that rank 0 writes to ``--result``.
@@ -324,9 +321,7 @@ def start_ranks(
         ranks: How many.
         options: What else each is given.
         namespaces: The network namespace of each rank; empty for the machine's own.
-        address: Where rank 0 can be reached.
-        port: The port there.
-        interface: What gloo sends through.
+        port: The port of rank 0.
         timeout: Seconds for each rank; what rank 0 has written until then counts.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -336,10 +331,7 @@ def start_ranks(
         processes = []
         try:
             for rank in range(ranks):
-                environment = {
-                    **os.environ,
-                    **rank_environment(rank, ranks, address, port, interface),
-                }
+                environment = os.environ | rank_environment(rank, ranks, port, bool(namespaces))
                 inside = ["ip", "netns", "exec", namespaces[rank]] if namespaces else []
                 with (Path(folder) / f"{rank}.log").open("w") as log:
                     processes.append(
@@ -358,18 +350,12 @@ def start_ranks(
 
 
 def measure(
-    ranks: int, network: str, steps: int, seconds: float, only: Sequence[str]
+    module: str, ranks: int, network: str, options: Sequence[object], timeout: float
 ) -> dict[str, Any]:
-    """Return the measurements of :func:`run_rank` over one network."""
+    """Return what the ranks of a benchmark measure over one network."""
     with namespaces(ranks, NETWORKS[network]) as names:
         found: dict[str, Any] = start_ranks(
-            "benchmarks.strategies.compression",
-            ranks,
-            ["--steps", steps, "--seconds", seconds, "--only", *only],
-            namespaces=names,
-            address="10.99.0.1",
-            interface=INTERFACE,
-            timeout=10 * SECONDS,
+            module, ranks, options, namespaces=names, timeout=timeout
         )
         return found
 
@@ -399,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = own.steps or (2 if arguments.quick else 5)
     seconds = 0.0 if arguments.quick else SECONDS
     seconds = seconds if own.seconds is None else own.seconds
+    options = ["--steps", steps, "--seconds", seconds, "--only", *own.only]
     rows: list[dict[str, Any]] = []
     raw: dict[str, Any] = {}
     failed: list[str] = []
@@ -406,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for network in own.networks:
             place = f"{ranks} ranks, {network}"
             try:
-                raw[place] = measure(ranks, network, steps, seconds, own.only)
+                raw[place] = measure(MODULE, ranks, network, options, 10 * SECONDS)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 # What the other networks show is not to be lost.
                 failed.append(f"Failed: {place}: {str(error)[-300:]}")

@@ -15,7 +15,7 @@ import argparse
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,11 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import quiet_trainer
 from benchmarks.strategies.compression import (
-    INTERFACE,
     NETWORKS,
     Network,
     Stopwatch,
     exit_on_sigterm,
-    namespaces,
-    start_ranks,
+    measure,
     time_in_rounds,
     why_not,
 )
@@ -81,21 +79,6 @@ def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float, 
     )
 
 
-def measure(ranks: int, network: str, own: argparse.Namespace, seconds: float) -> Any:
-    """Return the result of :func:`run_rank` over one of the networks."""
-    run: Callable[..., Any] = start_ranks
-    with namespaces(ranks, NETWORKS[network]) as names:
-        return run(
-            MODULE,
-            ranks,
-            ["--seconds", seconds, "--only", *own.only],
-            namespaces=names,
-            address="10.99.0.1",
-            interface=INTERFACE,
-            timeout=10 * seconds + 300,
-        )
-
-
 def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row per candidate, with medians of the ratios within a round."""
     seconds, sent = found["seconds"], found["bytes"]
@@ -136,10 +119,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if reason is not None:
         print(f"This machine does not allow the benchmark's own networks: {reason}")
         return
+    seconds = 0.0 if arguments.quick else own.seconds
     rows: list[dict[str, Any]] = []
     raw: dict[str, Any] = {}
     for ranks, network in itertools.product(own.ranks, own.networks):
-        found = measure(ranks, network, own, 0.0 if arguments.quick else own.seconds)
+        options = ["--seconds", seconds, "--only", *own.only]
+        found = measure(MODULE, ranks, network, options, 10 * seconds + 300)
         raw[f"{ranks} ranks, {network}"] = found
         rows += rows_of(ranks, network, found)
         notes = [

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 import lightning_opt as lo
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.strategies.compression import (
-    INTERFACE,
     exit_on_sigterm,
     namespaces,
     rank_environment,
@@ -156,11 +155,10 @@ class Run:
 
     def start(self) -> None:
         context = multiprocessing.get_context("forkserver")  # which imports torch once
-        address = "10.99.0.1" if self.names else "127.0.0.1"
-        interface, port = INTERFACE if self.names else "lo", free_port()
+        port = free_port()
         for rank in range(self.ranks):
             name = self.names[rank] if self.names else ""
-            environment = rank_environment(rank, self.ranks, address, port, interface)
+            environment = rank_environment(rank, self.ranks, port, bool(self.names))
             arguments = (self.folder, self.attempts, self.plan, name, environment)
             self.processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
             self.processes[-1].start()
