@@ -103,7 +103,7 @@ class TuneResult:
         return [
             "time, memory: shares of the baseline's, with the 90% interval of the time. gradient: "
             "the smallest cosine between a parameter's gradient and the baseline's.",
-            f"{len(self.trials) - 1} trials in {self.seconds:.0f} s; {machine}.",
+            f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {machine}.",
             *[cpu_note] * (self.objective != "throughput" and self.facts.get("device") == "cpu"),
         ]
 
@@ -145,7 +145,7 @@ class TuneResult:
             return f"Largest batch that fits: {', '.join(sizes)}."
         if self.objective == "memory" and best.switches and best.peak_ratio:
             larger = 1 / best.peak_ratio
-            return f"Estimated by the peaks, a model {larger:.2g} times as large will fit."
+            return f"By the ratio of the peaks, a model about {larger:.2g} times as large fits."
         if self.objective == "throughput" and facts.seconds_by_group:
             part, share = facts.bottleneck
             remedy = "a faster device, or more of them"

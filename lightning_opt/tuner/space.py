@@ -74,6 +74,7 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 
 def built_in_switches(facts: Facts) -> list[Switch]:
     """Make the tuner's switches, including unsuitable ones."""
+    # Reasons why switches are unsuitable, or "".
     no_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
     no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
@@ -115,7 +116,7 @@ def built_in_switches(facts: Facts) -> list[Switch]:
         Switch("compile", "compile", added("CompileModel"),
                "torch.compile for the whole model; up to minutes before the first step"),
         *(Switch(name, "batch", added("MicroBatching", size=max(1, facts.samples // count)),
-                 f"the gradient of a batch from {count} parts of it", "memory", no_parts)
+                 f"each batch is processed in {count} parts", "memory", no_parts)
           for name, count in (("half_batches", 2), ("quarter_batches", 4))),
         *(Switch(name, "checkpointing", added("ActivationCheckpointing", policy=policy),
                  f"{part} recomputed instead of kept", "memory", no_blocks)
@@ -215,10 +216,9 @@ class Space:
         Returns a mapping if all parts are mappings, else a function that returns one.
         """
         parts = [self.base, *(self.switches[name].settings for name in names), *more]
-        mappings = [part for part in parts if isinstance(part, Mapping)]
-        if len(mappings) == len(parts):
-            return join(mappings)
-        return functools.partial(_call_and_join, parts)
+        if all(isinstance(part, Mapping) for part in parts):
+            return join(parts)
+        return functools.partial(join, parts)
 
     def is_serializable(self, names: Iterable[str]) -> bool:
         """Return whether the settings with these switches can be written as text."""
@@ -301,14 +301,10 @@ def _exclude_each_other(one: Switch, other: Switch) -> bool:
 # --- Trainer arguments as plain values -----------------------------------------------------------
 
 
-def _call_and_join(parts: Sequence[Settings]) -> dict[str, Any]:
-    return join(map(as_mapping, parts))
-
-
-def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def join(parts: Iterable[Settings]) -> dict[str, Any]:
     """Join Trainer arguments: concatenate lists, and replace other values by later ones."""
     joined: dict[str, Any] = {}
-    for part in parts:
+    for part in map(as_mapping, parts):
         for name, value in part.items():
             joined[name] = [*joined.get(name, []), *as_list(value)] if name in LISTS else value
     return joined

@@ -202,7 +202,7 @@ def test_explanation_has_the_largest_batch_or_model() -> None:
     batch = TuneResult("batch", space, trials, ("fused",), batches=sizes)
     assert "Largest batch that fits: 32 with no changes, 96 with fused." in batch.explain()
     memory = TuneResult("memory", space, trials, ("fused",))
-    assert "a model 2 times as large will fit" in memory.explain()
+    assert "a model about 2 times as large fits" in memory.explain()
 
 
 # --- numbers ------------------------------------------------------------------------------------
