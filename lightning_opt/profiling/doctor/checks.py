@@ -162,14 +162,6 @@ def monitoring(trainer: pl.Trainer) -> Verdict | None:
 
 
 CHECKS: tuple[Callable[[Any], Verdict | list[Verdict] | None], ...] = (
-    profile,
-    memory,
-    precision,
-    optimizer,
-    compilation,
-    stability,
-    clipping,
-    determinism,
-    checkpoints,
-    monitoring,
-)
+    profile, memory, precision, optimizer, compilation, stability, clipping, determinism,
+    checkpoints, monitoring,
+)  # fmt: skip

@@ -94,10 +94,10 @@ def _pictures(trainer: pl.Trainer, folder: Path, images: bool) -> str:
         return "<p>Pictures need matplotlib: pip install 'lightning-opt[plots]'</p>"
     script = Path(__file__).with_name("pictures.py")
     command = [sys.executable, str(script), str(folder), "images" if images else ""]
-    data = json.dumps(_series_and_events(trainer))
     try:
+        data = json.dumps(_series_and_events(trainer))
         subprocess.run(command, input=data, capture_output=True, text=True, timeout=120, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # the page has tables without them
         log.debug("RunReport: %s", getattr(error, "stderr", ""), exc_info=True)
         return f"<p>Drawing the pictures failed: {escape(repr(error))}</p>"
     return (folder / "pictures.html").read_text(encoding="utf-8")

@@ -132,13 +132,13 @@ def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
     for pattern, style in panel.lines.items():
         for key, points in data.find(pattern).items():
             label = re.sub("^(profile|validation|ranks)/", "", key)
+            xs, ys = zip(*points, strict=True)
             if style == "steps":
-                xs, ys = zip(*points, (data.last(panel.x), points[-1][1]), strict=True)
-                axes.step(xs, ys, where="post", label=label)
+                axes.step([*xs, data.last(panel.x)], [*ys, ys[-1]], where="post", label=label)
             elif style == "bars":
-                axes.bar(*zip(*points, strict=True), 0.5, label=label)
+                axes.bar(xs, ys, 0.5, label=label)
             else:
-                axes.plot(*zip(*points, strict=True), style, label=label)
+                axes.plot(xs, ys, style, label=label)
     _choose_range(axes, totals)
     for name, (label, colour, marker) in EVENTS.items() if panel is LOSS else ():
         steps = [step for step, kind in data.events if kind == name]

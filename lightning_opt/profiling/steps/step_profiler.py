@@ -108,14 +108,7 @@ class StepProfiler(BaseProfiler):
         trace = None
         if self.trace is not None and stage == "fit" and trainer.is_global_zero:
             trace = Trace(*self.trace, Path(self.dirpath or "."))
-        self._run = StepRun(
-            stage,
-            trainer,
-            log_every_n_steps=self.log_every_n_steps,
-            tokens=self.tokens,
-            flops=self.flops,
-            trace=trace,
-        )
+        self._run = StepRun(stage, trainer, self, trace)
         self._last = self._runs[stage] = measures = self._run.measures
         root, dtype = trainer.strategy.root_device, matmul_dtype(str(trainer.precision))
         measures.peak = self.peak_flops or peak_flops(root, dtype)

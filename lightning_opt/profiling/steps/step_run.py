@@ -50,25 +50,22 @@ class Trace:
 
 
 class StepRun:
-    """Translates Lightning's actions into phases and steps."""
+    """Translates Lightning's actions into phases and steps.
 
-    def __init__(
-        self,
-        stage: str,
-        trainer: Any,
-        *,
-        log_every_n_steps: int,
-        tokens: int | str | None,
-        flops: bool,
-        trace: Trace | None,
-    ) -> None:
+    Args:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        trainer: The Trainer.
+        settings: Has the arguments of ``StepProfiler`` as attributes.
+        trace: Records some batches with ``torch.profiler``.
+    """
+
+    def __init__(self, stage: str, trainer: Any, settings: Any, trace: Trace | None = None) -> None:
         self.trainer = trainer
         root = trainer.strategy.root_device
         device = DeviceClock(root) if root.type == "cuda" else None
         self.clock = PhaseClock(phases.Phases(), phases.SETUP, device)
         self.measures = Measures(stage, self.clock, world_size=trainer.world_size)
-        self._every, self._tokens, self._flops = log_every_n_steps, tokens, flops
-        self._trace = trace
+        self._settings, self._trace = settings, trace
         self._thread = threading.get_ident()
         self._phase_of: dict[str, int] = {}
         self._hooks: EpochHooks | None = None
@@ -125,7 +122,7 @@ class StepRun:
                 clock.set_default_phase(phases.BETWEEN)
             clock.enter(phases.LOOP, action)
             self._epoch_depth = clock.depth
-            self._hooks = EpochHooks(clock, self.trainer, self._tokens)
+            self._hooks = EpochHooks(clock, self.trainer, self._settings.tokens)
 
     def _stop_special(self, phase: int, action: str) -> None:
         if phase == phases.BATCH:
@@ -144,7 +141,7 @@ class StepRun:
             with self.clock.within(phases.PROFILER):
                 self._trace.start()
         measures.batches += 1
-        counting = self._flops and measures.batches == 1
+        counting = self._settings.flops and measures.batches == 1
         # While a FLOP counter is active torch skips compilation, for this call and all later ones.
         if counting and has_compiled_parts(self.trainer.lightning_module):
             measures.notes.append("FLOPs were not counted: the model is compiled.")
@@ -177,7 +174,7 @@ class StepRun:
             with clock.within(phases.PROFILER):
                 self._trace.stop()
         samples, tokens = (0, 0) if hooks is None else (hooks.samples, hooks.tokens)
-        if clock.end_step(True, samples, tokens) >= self._every > 0:
+        if clock.end_step(True, samples, tokens) >= self._settings.log_every_n_steps > 0:
             self._log()
 
     # --- the end of epochs and of the run -------------------------------------------------------
@@ -218,7 +215,7 @@ class StepRun:
     def _log(self) -> None:
         seconds, window_totals = self.clock.end_window()
         steps, names = window_totals.steps.count, self.clock.phases.names
-        if not self._every or not steps:
+        if not self._settings.log_every_n_steps or not steps:
             return
         scalars = {
             f"time/{names[phase].replace(' ', '_').replace(chr(39), '')}_ms": 1e3 * total / steps

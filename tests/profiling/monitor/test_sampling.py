@@ -19,7 +19,6 @@ from lightning_opt.core.measure.memory import resident_memory
 from lightning_opt.profiling.monitor import sampling
 from lightning_opt.profiling.monitor.sampling import (
     THREAD_NAME,
-    GpuReader,
     Processes,
     Sampler,
     descendants,
@@ -209,10 +208,6 @@ def test_mig_slice_is_found_by_its_name_and_has_only_memory(cuda):
     assert found.name == "MIG-7"
     assert found.read() == {"gpu_memory_mb": 101 / 2**20}
     assert find_gpu(torch.device("cuda", 1)).name == "GPU-00aa"
-
-
-def test_missing_gpu_values_are_omitted():
-    assert GpuReader(Driver(GPU_0={"celsius": 5}), "GPU-0").read() == {"gpu_celsius": 5.0}
 
 
 class OnGpu(Callback):

@@ -159,6 +159,7 @@ def test_page_has_all_sections_and_needs_neither_script_nor_network(tmp_path):
         ET.fromstring(svg)
     for part in callbacks[1:]:
         assert part.report().title in page.texts("reports", "summary")
+    assert not [hint for hint in page.texts("pictures", "li") if "GradientHealth" in hint]
 
 
 def test_names_and_messages_are_escaped(tmp_path):
@@ -283,7 +284,7 @@ def test_exception_before_the_first_step_writes_the_page(tmp_path):
     assert sentence.startswith("Stopped by ArithmeticError: planted after 0 steps in ")
 
 
-def test_failing_report_becomes_a_row(tmp_path):
+def test_failing_report_becomes_a_row_and_failing_series_a_sentence(tmp_path):
     class Broken(Callback):
         def diagnose(self) -> list[Any]:
             return []
@@ -291,8 +292,13 @@ def test_failing_report_becomes_a_row(tmp_path):
         def report(self) -> lo.Report:
             raise ValueError("planted")
 
+        series = report
+
     fit(tmp_path, Broken(), lo.RunReport())
-    assert read(tmp_path).texts("reports", "summary") == ["Broken failed: ValueError: planted"]
+    page = read(tmp_path)
+    assert page.texts("reports", "summary") == ["Broken failed: ValueError: planted"]
+    drawing = "Drawing the pictures failed: ValueError('planted')"
+    assert page.texts("pictures", "p") == [drawing]
 
 
 def test_resumed_run_continues_the_curve(tmp_path):
@@ -373,18 +379,7 @@ def test_losses_around_0_are_no_jumps():
     assert report.diagnose() == []
 
 
-def test_page_names_what_was_not_measured(tmp_path):
-    fit(tmp_path, lo.RunReport())
-    hints = read(tmp_path).texts("pictures", "li")
-    assert "Are the gradients healthy? GradientHealth() checks every layer." in hints
-    assert "The picture 'Memory' needs MemoryProfiler()." in hints
-    assert "The picture 'Gradient RMS by layer' needs GradientHealth()." in hints
-    fit(tmp_path, lo.RunReport(), lo.GradientHealth(every_n_steps=2))
-    hints = read(tmp_path).texts("pictures", "li")
-    assert not [hint for hint in hints if "GradientHealth" in hint]
-
-
-def test_setup_lists_what_differs_from_defaults(tmp_path):
+def test_page_lists_settings_and_what_was_not_measured(tmp_path):
     given = {"gradient_clip_val": 0.5, "max_epochs": 2, "limit_val_batches": 1}
     fit(tmp_path, lo.RunReport(measure=True), lo.NonFiniteGuard(spike=7.0), **given)
     cells = read(tmp_path).texts("setup", "td")
@@ -396,6 +391,9 @@ def test_setup_lists_what_differs_from_defaults(tmp_path):
     for default in ("limit_train_batches", "min_epochs", "precision"):
         assert default not in settings["Trainer"]
     assert torch.__version__ in settings["machine"]
+    hints = read(tmp_path).texts("pictures", "li")
+    assert "Are the gradients healthy? GradientHealth() checks every layer." in hints
+    assert "The picture 'Gradient RMS by layer' needs GradientHealth()." in hints
 
 
 # --- loggers, notebooks, matplotlib -------------------------------------------------------------
