@@ -79,7 +79,7 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
     no_convolutions = "" if facts.convolutions else "the model has no convolutions in 2D or 3D"
-    no_loader = "" if facts.uses_dataloader else "data does not come from one DataLoader"
+    no_loader = "" if facts.uses_dataloader else "the data does not come from one DataLoader"
     fused_already = "the optimizers are fused already" if facts.fused else ""
     one_thread = "" if facts.threads > 1 else "torch uses one thread already"
     all_threads = "" if facts.threads < facts.cpus else "torch uses all CPUs already"
