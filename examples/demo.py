@@ -2,7 +2,7 @@
 
 1. A bad batch: one loss is a spike, a later one is NaN.
 2. Out of memory: a GPT under a hard limit that its batch does not fit.
-3. Half the memory: a GPT whose activations dominate.
+3. Half the memory of training: a GPT whose activations dominate.
 4. A slow link: two processes, joined at 100 Mbit/s.
 
 Everything runs on a CPU in separate processes. Nothing is downloaded. ``--act 2`` runs one act.
@@ -139,7 +139,7 @@ def largest_difference(ours: Found, reference: Found) -> float:
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
 
-TITLES = {1: "A bad batch", 2: "Out of memory", 3: "Half the memory", 4: "A slow link"}
+TITLES = {1: "A bad batch", 2: "Out of memory", 3: "Half the memory of training", 4: "A slow link"}
 
 # --- drawing ------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ def draw_memory(axes: Axes, found: Found) -> None:
 
 
 def draw_peaks(axes: Axes, found: Found) -> None:
-    subtitle(axes, "a GPT whose activations dominate")
+    subtitle(axes, "weights, gradients, optimizer and activations of a GPT")
     plain = found["plain"]
     labels = {"plain": "plain", "every layer": "every layer\nrecomputed", "auto": '"auto"'}
     colours = {"plain": PLAIN, "every layer": OTHER, "auto": OURS}
@@ -226,7 +226,7 @@ def draw_peaks(axes: Axes, found: Found) -> None:
         axes.annotate(f"{text}\n{below}", (place, run["peak"]), xytext=(0, 5), ha="center",
                       textcoords="offset points", color=INK, size=10.5, weight="bold")  # fmt: skip
     axes.set_xticks(range(len(found)), [labels[side] for side in found], size=11)
-    axes.set(ylabel="peak of memory, MiB", ylim=(0, plain["peak"] * 1.28))
+    axes.set(ylabel="peak, MiB", ylim=(0, plain["peak"] * 1.28))
 
 
 def draw_link(axes: Axes, found: Found) -> None:

@@ -148,7 +148,7 @@ def thin(samples: list[tuple[float, float]], kept: int = 400) -> list[tuple[floa
     return [max(group, key=lambda sample: sample[1]) for group in groups]
 
 
-# --- 3: half the memory -------------------------------------------------------------------------
+# --- 3: half the memory of training -------------------------------------------------------------
 
 
 SKIPPED = 2
@@ -156,20 +156,29 @@ SKIPPED = 2
 
 
 class Peak(L.Callback):
-    """Writes the peak memory after the first steps, above the memory at the start of the fit."""
+    """Writes the memory of training: weights, gradients, optimizer state and the step's peak.
+
+    A GPU calls the same its allocated memory. The resident memory of the process also has Python,
+    torch and its libraries, which no setting changes: some 500 MiB.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.base = status("VmRSS")
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         if index == SKIPPED:
+            [optimizer] = trainer.optimizers
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            gradients = [p.grad for p in pl_module.parameters()]
+            held = sum(t.nbytes for t in (*pl_module.parameters(), *gradients, *states)) / MIB
+            self.base = status("VmRSS") - held
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        self.file.write_text(str(status("VmHWM") - self.base))
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index >= SKIPPED:
+            self.file.write_text(str(status("VmHWM") - self.base))
 
 
 def settings_of(side: str, file: Path, budget: float) -> dict[str, Any]:
