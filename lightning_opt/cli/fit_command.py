@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Trains as LightningCLI does, with a preset of lightning_opt. It has all of LightningCLI's options:
 --config, --model, --data, --trainer.*, --optimizer, --lr_scheduler, --ckpt_path to resume,
---print_config. --trainer.* overrides the preset. The configuration saved next to the logs spells
-the preset out, and runs under any LightningCLI. The page report.html, also there, tells what
-happened."""
+--print_config. --trainer.* overrides the preset. The configuration saved next to the logs contains
+the preset's parts, and runs under any LightningCLI. The page report.html, also there, describes the
+run."""
 
 USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
 
@@ -34,7 +34,6 @@ examples:
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
   lightning-opt fit config.yaml --preset ultra --without Runtime --trainer.precision bf16-mixed
   lightning-opt fit config.yaml --preset basic --trainer.deterministic true --seed_everything 1
-  lightning-opt fit config.yaml --ckpt_path last.ckpt
   lightning-opt fit config.yaml --preset basic --trainer.strategy ddp_topk --trainer.devices 2
 
 module:Class names a class in a module, file.py:Class one in a file. LightningCLI's own notation,

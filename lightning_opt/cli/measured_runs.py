@@ -34,7 +34,6 @@ writes the result as Python, YAML and JSON, with a table of every trial. The res
 nothing."""
 
 TUNE_EXAMPLES = """\
-  lightning-opt tune train.py:Model --data train.py:Data --budget 2m
   lightning-opt tune my_project:Model --data my_project:Data --objective memory --out tuned
   lightning-opt tune config.yaml --preset basic --candidates bf16,compile
   lightning-opt fit config.yaml --config tuned/trainer.yaml
@@ -46,7 +45,6 @@ alternating every few steps, and reports differences in time, memory and loss, w
 intervals. The first is plain Lightning with your --trainer arguments."""
 
 BENCH_EXAMPLES = """\
-  lightning-opt bench train.py:Model --data train.py:Data
   lightning-opt bench my_project:Model --data my_project:Data --preset basic,advanced,ultra
   lightning-opt bench config.yaml --preset advanced --without CompileModel --seconds 60
   lightning-opt bench config.yaml --against tuned/trainer.yaml,other.yaml --out bench

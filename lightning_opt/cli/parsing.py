@@ -56,7 +56,7 @@ class Job(NamedTuple):
         data: Creates the data; None if the model has its own loaders.
         trainer: The given arguments of the Trainer, as plain values.
         seed: The random seed.
-        options: The command's own options.
+        options: All options, of which the command reads its own.
     """
 
     model: Recipe
@@ -69,9 +69,9 @@ class Job(NamedTuple):
 def make_parser(
     command: str, description: str, examples: str, package: ModuleType
 ) -> LightningArgumentParser:
-    """Return a parser of everything that a configuration of the package's LightningCLI has.
+    """Return a parser with all options of the package's LightningCLI.
 
-    The help hides these options and shows only the command's own, which the caller adds.
+    The help shows only the command's own options, which the caller adds.
     """
     cli = cli_of(package)
     parser: LightningArgumentParser = cli.LightningArgumentParser(
@@ -138,25 +138,22 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
         config = parser.parse_args(targets.argv)
     except ArgumentError as error:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
-    optimizer = plain(config.pop("optimizer", None))
-    scheduler = plain(config.pop("lr_scheduler", None))
-    model = targets.recipe(
-        "model", plain(config.pop("model", None)), optimizer=optimizer, scheduler=scheduler
-    )
+    given = plain(config)
+    optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
+    model = targets.recipe("model", given.get("model"), optimizer=optimizer, scheduler=scheduler)
     if model is None:
         raise UsageError(
             f"{parser.prog} needs a model: module:Class, path/to/file.py:Class or a configuration "
             f"of LightningCLI. {parser.prog} --help has examples."
         )
-    data = targets.recipe("data", plain(config.pop("data", None)))
+    data = targets.recipe("data", given.get("data"))
     loader_hook = getattr(import_attribute(model.target), "train_dataloader", None)
     if data is None and loader_hook in [base.train_dataloader for base in LightningModule]:
         raise UsageError(
             f"{model} has no train_dataloader. Name its data, --data module:Class, or a "
             "function that returns a DataLoader."
         )
-    trainer = given_arguments(config.pop("trainer"))
-    seed = config.pop("seed_everything")
+    trainer, seed = given_arguments(config.trainer), config.seed_everything
     interrupt_gracefully()
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 
@@ -174,11 +171,8 @@ def _shorten(text: str) -> str:
 
 def given_arguments(trainer: Namespace) -> dict[str, Any]:
     """Return the arguments of the Trainer that differ from the defaults, as plain values."""
-    return {
-        name: plain(value)
-        for name, value in vars(trainer).items()
-        if value != DEFAULTS[name].default
-    }
+    given = plain(trainer).items()
+    return {name: value for name, value in given if value != DEFAULTS[name].default}
 
 
 def plain(value: Any) -> Any:

@@ -38,7 +38,6 @@ Trains some steps and reports where their time went, phase by phase: waiting for
 forward, backward, each callback, the optimizer, logging, Lightning's own loop."""
 
 PROFILE_EXAMPLES = """\
-  lightning-opt profile train.py:Model --data train.py:Data
   lightning-opt profile my_project:Model --data my_project:Data --steps 200 --out profile
   lightning-opt profile config.yaml --preset advanced --trainer.devices 2
   lightning-opt profile config.yaml --trace 10 12 --out profile    (open in Perfetto)
@@ -50,7 +49,6 @@ checklist: does training wait for data, is there room in memory, are gradients h
 loss fall, can training resume after a crash, ... with advice where something can be improved."""
 
 DOCTOR_EXAMPLES = """\
-  lightning-opt doctor train.py:Model --data train.py:Data
   lightning-opt doctor my_project:Model --data my_project:Data --steps 200
   lightning-opt doctor config.yaml --strict     (exit code 1 if there is a problem)
 """
