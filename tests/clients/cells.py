@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import lightning_opt as lo
 from lightning_opt.trainer.run_callback import RunCallback
@@ -21,7 +20,7 @@ from tests.clients.projects import PROJECTS, STEPS
 from tests.helpers.processes import launch
 from tests.matrix.outcomes import Cells, Weights, describe_error, largest_difference
 from tests.matrix.subjects import CHANGES, ROUNDS, find_subjects
-from tests.zoo.cells import MORE_CHANGES, ROUNDING
+from tests.zoo.cells import MORE_CHANGES, ROUNDING, weights_of
 
 FILE = Path(__file__).parents[2] / "docs" / "clients.json"
 PAGE = FILE.with_suffix(".md")
@@ -62,14 +61,6 @@ def train(project: str, settings: dict[str, Any]) -> Weights:
         np.random.seed(0)  # noqa: NPY002 - GluonTS draws batches by the global generator
         torch.manual_seed(0)
         return weights_of(PROJECTS[project][0](settings))
-
-
-def weights_of(module: nn.Module) -> Weights:
-    return {
-        name.replace("_orig_mod.", ""): value.detach().clone()
-        for name, value in module.state_dict().items()
-        if value.is_floating_point()
-    }
 
 
 NO_HALF_LSTM = ("pytorch-forecasting", "DynamicLossScale")

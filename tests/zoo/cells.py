@@ -53,7 +53,7 @@ def fit(model: Learner, subject: Subject | None, processes: int) -> Weights:
     return weights_of(model)
 
 
-def weights_of(model: Learner) -> Weights:
+def weights_of(model: torch.nn.Module) -> Weights:
     """Return copies of the floating-point weights and buffers, by name."""
     return {
         name.replace("_orig_mod.", ""): value.detach().clone()
