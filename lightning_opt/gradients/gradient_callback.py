@@ -61,6 +61,13 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
     return 1.0 if state.get("stage") is OptState.UNSCALED else scale
 
 
+def _hands_over(callback: pl.Callback) -> bool:
+    """Return whether a callback's hook is this package's, and so runs no other code."""
+    if not isinstance(callback, GradientCallback):
+        return False
+    return type(callback).on_before_optimizer_step.__module__.startswith("lightning_opt.")
+
+
 class GradientCallback(RunCallback):
     """A callback that reads or changes gradients in ``on_before_optimizer_step``.
 
@@ -87,7 +94,9 @@ class GradientCallback(RunCallback):
         self._flat: dict[Tensor, Groups] = {}
         self._ahead: list[GradientCallback] = []
         self._previous: GradientCallback | None = None
-        self._measured: dict[int, tuple[tuple[int, ...], GradientNorms]] = {}
+        self._is_followed = False
+        # Held only until the next callback takes it: a step's gradients are freed after the step.
+        self._measured: dict[int, GradientStep] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise under a strategy that hides the gradients."""
@@ -113,7 +122,8 @@ class GradientCallback(RunCallback):
         self._flat = flat_parameter_groups(trainer.model or pl_module)
         before = self.in_front(trainer)
         self._ahead = [other for other in before if isinstance(other, GradientCallback)]
-        self._previous = self._ahead[-1] if self._ahead and before[-1] is self._ahead[-1] else None
+        if before and _hands_over(before[-1]):
+            self._previous = before[-1]  # type: ignore[assignment]
 
     def in_front(self, trainer: pl.Trainer) -> list[pl.Callback]:
         """Return the Trainer's callbacks before this one."""
@@ -123,31 +133,42 @@ class GradientCallback(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Drop references to the model."""
         self.names, self._flat = {}, {}
-        self._ahead, self._previous = [], None
+        self._ahead, self._previous, self._is_followed = [], None, False
         self.withheld, self.barriers, self._measured = set(), {}, {}
 
     def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, Gradients, Scalar]:
         """Return the optimizer's index, its gradients, and the loss scale they contain."""
-        index = next(i for i, own in enumerate(trainer.optimizers) if own is optimizer)
-        if any(index in other.withheld for other in self._ahead):
-            return index, Gradients([], []), 1.0
+        index = trainer.optimizers.index(optimizer)
+        for other in self._ahead:
+            if index in other.withheld:
+                return index, Gradients([], []), 1.0
         gradients = collect_gradients(parameters_of(optimizer), self._flat)
         return index, gradients, grad_scale(trainer, optimizer)
 
     def measure(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, GradientStep]:
         """Return the optimizer's index and its gradients with their norms.
 
-        The norms of the gradient callback directly before this one are reused if no gradient was
-        written since. Any other callback in between may have changed gradients.
+        The gradient callback directly before this one hands over its own measurement. After any
+        other callback, which may have changed gradients, they are measured again.
         """
-        index, gradients, scale = self.collect(trainer, optimizer)
-        state = gradients.state()
-        known = self._previous._measured.pop(index, None) if self._previous else None
-        if known is None or known[0] != state:
-            known = (state, measure_norms(gradients, grad_scale=scale))
-        self._measured[index] = known
-        norms = known[1]
+        index = trainer.optimizers.index(optimizer)
+        step = self._previous._hand_over(index) if self._previous else None
+        if step is None:
+            index, gradients, scale = self.collect(trainer, optimizer)
+            norms = measure_norms(gradients, grad_scale=scale)
+            step = GradientStep(gradients, norms, scale, self.names)
+        if self._is_followed:
+            self._measured[index] = step
         for other in self._ahead:
             if index in other.barriers:
-                norms = GradientNorms(norms.per_tensor, norms.total + other.barriers[index])
-        return index, GradientStep(gradients, norms, scale, self.names)
+                norms = GradientNorms(
+                    step.norms.per_tensor, step.norms.total + other.barriers[index]
+                )
+                step = GradientStep(step.gradients, norms, step.grad_scale, step.names)
+        return index, step
+
+    def _hand_over(self, index: int) -> GradientStep | None:
+        """Return and forget the measurement of an optimizer; None if there is none to use."""
+        self._is_followed = True
+        step = self._measured.pop(index, None)
+        return None if index in self.withheld else step

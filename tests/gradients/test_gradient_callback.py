@@ -1,7 +1,10 @@
-"""Loss scale, names and shared norms of gradient callbacks."""
+"""Loss scale, names, shared norms and cost of gradient callbacks."""
 
+import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -144,6 +147,59 @@ def test_gradients_changed_by_other_callbacks_are_measured_again(how):
     spy = GradientSpy()
     run(SmallNet(), Listener(), Writes(how), lo.AdaptiveClipping(lo.FixedNorm(1.0)), spy)
     assert max(spy.norms[0]) <= 1.0 + 1e-6
+
+
+class CallCounter(Callback):
+    """Counts the Python calls of this package in the last of ten steps, and the operators."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 9:
+            sys.setprofile(self._note)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, function: Any) -> None:
+        if "/lightning_opt/" not in frame.f_code.co_filename:
+            return
+        if event == "call":
+            self.calls[frame.f_code.co_name] += 1
+        elif event == "c_call" and "_foreach_" in function.__name__:
+            self.operators[function.__name__] += 1
+
+
+def test_three_callbacks_pass_over_the_gradients_once():
+    """With 200 parameters on a CPU, counted instead of timed."""
+    counter = CallCounter()
+    first = [lo.GradientHealth(every_n_steps=1000), lo.NonFiniteGuard(), lo.AdaptiveClipping()]
+    run(SmallNet(widths=(2,) * 99), counter, *first, limit_train_batches=10)
+    assert counter.calls["collect_gradients"] == counter.calls["measure_norms"] == 1
+    assert counter.operators == {"_foreach_norm": 1}
+    assert counter.calls.total() <= 80, counter.calls
+
+
+@pytest.mark.parametrize("before", [lo.NonFiniteGuard, lo.AdaptiveClipping])
+def test_gradients_of_a_step_are_freed(before):
+    """No callback holds a step's gradients until the next step."""
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            gradients.extend(ref(parameter.grad) for parameter in pl_module.parameters())
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            pl_module.zero_grad()
+            held.append(any(gradient() is not None for gradient in gradients))
+
+    gradients: list[Any] = []
+    held: list[bool] = []
+    run(SmallNet(), lo.GradientHealth(), before(), Look())
+    assert held == [False] * 12
 
 
 def test_callback_drops_references_to_the_model():

@@ -33,7 +33,7 @@ DENSE = frozenset({torch.strided})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 # `map` over these takes half the time of a comprehension.
-_grad, _layout, _dtype, _written = map(attrgetter, ("grad", "layout", "dtype", "_version"))
+_grad, _layout, _dtype = map(attrgetter, ("grad", "layout", "dtype"))
 
 
 @dataclass(slots=True)
@@ -61,10 +61,6 @@ class Gradients:
     def summed(self) -> list[Tensor]:
         """Return the tensors, with copies in which pending sums are complete. A collective."""
         return reduce_each(self.tensors, self.pending) if self.pending else self.tensors
-
-    def state(self) -> tuple[int, ...]:
-        """Return a value that changes if a gradient is written in place or replaced."""
-        return (sum(map(_written, self.tensors)), *map(id, map(_grad, self.parameters)))
 
     def scale_(self, coefficient: Scalar) -> None:
         """Multiply every gradient by ``coefficient`` in place, without waiting for the device."""

@@ -68,13 +68,15 @@ class AdaptiveClipping(GradientCallback):
     def __init__(self, rule: str | ClippingRule = "robust", every_n_steps: int = 50) -> None:
         super().__init__()
         self.rule = resolve_rule(rule)
+        # Lightning reads the key at every hook.
+        self._state_key = self._generate_state_key(rule=repr(self.rule))
         self._schedule = Schedule(every_n_steps)
         self._tallies: dict[int, ClipTally] = {}
 
     @property
     def state_key(self) -> str:
         """A key that contains the rule's settings, so that no rule resumes from another's state."""
-        return self._generate_state_key(rule=repr(self.rule))
+        return self._state_key
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise if the Trainer clips too, or if the strategy does not fit the rule."""
@@ -114,6 +116,7 @@ class AdaptiveClipping(GradientCallback):
         if tally is None:
             tally = self._tallies[index] = ClipTally(self.rule)
         tally.apply(self.rule, step)
+        self._measured.clear()  # the gradients may have changed
         if self._schedule.is_due(tally.steps):
             prefix = "clip/" if len(trainer.optimizers) == 1 else f"clip/{index}/"
             values = tally.read()

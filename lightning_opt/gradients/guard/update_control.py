@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.numerics.norms import parameters_of
@@ -128,7 +129,8 @@ class UpdateControl:
         for parameter in parameters_of(self._optimizer):
             self._changes.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        for hook in list(self._optimizer._optimizer_step_post_hooks.values()):
+        own = self._optimizer._optimizer_step_post_hooks
+        for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
             hook(self._optimizer, (), kwargs)
 
     def _apply(self) -> None:

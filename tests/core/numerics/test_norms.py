@@ -183,29 +183,3 @@ def test_coefficient_one_is_exact() -> None:
 
 
 # --- the cache ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda p: p[0].grad.mul_(0.0),
-        lambda p: torch._foreach_mul_([p[0].grad], 0.0),
-        lambda p: collect_gradients(p[:1]).scale_(0.0),
-        lambda p: setattr(p[0], "grad", None),
-        lambda p: setattr(p[0], "grad", p[0].grad * 100),
-    ],
-    ids=["mul_", "foreach", "scale_", "none", "replaced"],
-)
-@pytest.mark.parametrize("kind", ["dense", "sparse", "complex"])
-def test_state_changes_with_the_gradients(kind: str, write: Any) -> None:
-    gradient = {
-        "dense": torch.ones(3),
-        "sparse": torch.ones(3).to_sparse(),
-        "complex": torch.ones(3, dtype=C64),
-    }[kind]
-    parameters = parameters_with(gradient, torch.ones(6))
-    before = collect_gradients(parameters).state()
-    assert collect_gradients(parameters).state() == before
-    with torch.no_grad():
-        write(parameters)
-    assert collect_gradients(parameters).state() != before
