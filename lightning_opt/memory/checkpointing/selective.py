@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -44,53 +44,14 @@ class Operator:
     keepable: bool
 
 
-@dataclass
-class OperatorProfile:
-    """The operators of one run of a block, and the number that a recomputation runs.
-
-    Attributes:
-        operators: In order of execution.
-        repeated: Number of operators that run again, up to the one whose tensor is saved last;
-            ``None`` before the first recomputation.
-        runs: Number of first runs.
-        recomputations: Number of recomputations.
-    """
-
-    operators: list[Operator] = field(default_factory=list)
-    repeated: int | None = None
-    runs: int = 0
-    recomputations: int = 0
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of a first run, which records its operators."""
-        self.runs += 1
-        return _Recorder(self)
-
-    def recompute(self) -> AbstractContextManager[Any]:
-        """Return the context of a recomputation, which counts its operators."""
-        return _RepeatCounter(self)
-
-    def repeated_operators(self) -> list[Operator]:
-        """Return the operators that a recomputation runs; none before the first one."""
-        return self.operators[: self.repeated or 0]
-
-    @property
-    def recomputed_twice(self) -> bool:
-        """Whether a run was recomputed more than once, as for a gradient penalty.
-
-        torch returns each output kept by selective checkpointing only once.
-        """
-        return self.recomputations > self.runs
-
-
 class _RepeatCounter(TorchDispatchMode):
-    def __init__(self, profile: OperatorProfile) -> None:
+    def __init__(self, selection: Selection) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._profile = profile
+        self._selection = selection
 
     def __enter__(self) -> Any:
-        self._profile.recomputations += 1
-        self._profile.repeated = 0
+        self._selection.recomputations += 1
+        self._selection.repeated = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -99,14 +60,14 @@ class _RepeatCounter(TorchDispatchMode):
         # Autograd saves an operator's inputs before its dispatch and its result after it, so this
         # counts the operators up to the last saved tensor.
         if func is not aten.detach.default:
-            self._profile.repeated = (self._profile.repeated or 0) + 1
+            self._selection.repeated = (self._selection.repeated or 0) + 1
         return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, profile: OperatorProfile) -> None:
+    def __init__(self, selection: Selection) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operators = profile.operators = []
+        self.operators = selection.operators = []
         self._counts: Counter[str] = Counter()
         self._producers: dict[int, Operator] = {}  # by the address of an output's memory
         self._alive: list[torch.UntypedStorage] = []  # keeps their addresses from being reused
@@ -173,6 +134,11 @@ class Selection:
             the block's operations; ``None`` selects every operator whose operations torch counts.
             The first run keeps only the inputs and records the operators.
         kept: The operators to keep, if they are selected already.
+
+    Attributes:
+        operators: The operators of the latest recorded run, in order.
+        repeated: Number of operators that run again, up to the one whose tensor is saved last;
+            ``None`` before the first recomputation.
     """
 
     def __init__(
@@ -180,24 +146,35 @@ class Selection:
     ) -> None:
         self.min_flops = min_flops
         self.kept = kept
-        self.profile = OperatorProfile()
+        self.operators: list[Operator] = []
+        self.repeated: int | None = None
+        self.runs = self.recomputations = 0
+
+    def repeated_operators(self) -> list[Operator]:
+        """Return the operators that a recomputation runs; none before the first one."""
+        return self.operators[: self.repeated or 0]
 
     def chosen(self) -> tuple[Operator, ...]:
-        """Return the operators to keep of those that a recomputation would run."""
-        if self.profile.recomputed_twice:
+        """Return the operators to keep of those that a recomputation would run.
+
+        None if a run was recomputed more than once, as for a gradient penalty: torch returns each
+        output kept by selective checkpointing only once.
+        """
+        if self.recomputations > self.runs:
             return ()
-        operators = self.profile.repeated_operators()
+        operators = self.repeated_operators()
         min_flops = self.min_flops or 1
         if min_flops < 1:
             min_flops *= sum(operator.flops for operator in operators)
         return tuple(op for op in operators if op.keepable and op.flops >= min_flops)
 
     def contexts(self) -> ContextPair:
-        profile = self.profile
-        if self.kept is None and profile.repeated is not None:
+        """Return the contexts of a run and of its recomputation."""
+        if self.kept is None and self.repeated is not None:
             self.kept = frozenset(operator.key for operator in self.chosen())
         if self.kept is None:
-            return profile.forward(), profile.recompute()
+            self.runs += 1
+            return _Recorder(self), _RepeatCounter(self)
         if not self.kept:
             return nullcontext(), nullcontext()
         pair: ContextPair = create_selective_checkpoint_contexts(_SaveOperators(self.kept))

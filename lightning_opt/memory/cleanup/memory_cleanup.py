@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_opt.core.arguments import check_at_least, check_between
 from lightning_opt.core.measure.malloc import malloc_trim
@@ -27,7 +26,6 @@ from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_over, step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.memory.meters import state_tensors, storage_bytes
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -121,16 +119,11 @@ def clean(actions: Collection[Action], device: torch.device) -> list[Effect]:
     return effects
 
 
-def advise(usage: Usage, module: nn.Module, optimizers: Iterable[Any]) -> str:
-    model_bytes = storage_bytes([*module.parameters(), *state_tensors(optimizers)])
-    shard_advice = (
-        f"weights and optimizer state are {model_bytes / MB:,.0f} MB: shard them "
-        '(strategy="fsdp"), precision="bf16-true", or an optimizer with less state; '
-    )
-    return (shard_advice if model_bytes > usage.used / 3 else "") + (
-        'a smaller batch with accumulate_grad_batches, precision="bf16-mixed", or '
-        'lightning_opt.ActivationCheckpointing("auto")'
-    )
+ADVICE = (
+    'a smaller batch with accumulate_grad_batches, precision="bf16-mixed", or '
+    'lightning_opt.ActivationCheckpointing("auto"); if weights and optimizer state take most of '
+    'it: strategy="fsdp", precision="bf16-true", or an optimizer with less state'
+)
 
 
 MAX_EVENTS = 1000
@@ -231,11 +224,11 @@ class MemoryCleanup(RunCallback):
         if self._limits is None or not self._schedule.is_due(self._steps):
             return
         if groups := step_groups(trainer):
-            self._agree(trainer, pl_module, groups)
+            self._agree(trainer, groups)
             return
         usages, high = self._read()
         if high:
-            self._clean(trainer, pl_module, high)
+            self._clean(trainer, high)
             usages, _ = self._read()
         self._log(trainer, _largest(usages))
 
@@ -258,28 +251,26 @@ class MemoryCleanup(RunCallback):
                 high.append(usage)
         return usages, high
 
-    def _agree(self, trainer: pl.Trainer, pl_module: pl.LightningModule, groups: Groups) -> None:
+    def _agree(self, trainer: pl.Trainer, groups: Groups) -> None:
         """If one rank needs a cleanup, all ranks clean at the same step."""
         device = trainer.strategy.root_device
         if not reads_are_free(device):
-            self._act_on_agreement(trainer, pl_module)
+            self._act_on_agreement(trainer)
         usages, high = self._read()
         values = torch.tensor([float(bool(high)), _largest(usages)], device=device)
         reduce_over(values, groups, dist.ReduceOp.MAX)
         self._pending_results.push(values, None)
         if reads_are_free(device):
-            self._act_on_agreement(trainer, pl_module)
+            self._act_on_agreement(trainer)
 
-    def _act_on_agreement(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _act_on_agreement(self, trainer: pl.Trainer) -> None:
         for (needed, largest), _ in self._pending_results.flush():
             if needed:
                 usages, high = self._read()
-                self._clean(trainer, pl_module, high or usages)
+                self._clean(trainer, high or usages)
             self._log(trainer, largest)
 
-    def _clean(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, high: Sequence[Usage]
-    ) -> None:
+    def _clean(self, trainer: pl.Trainer, high: Sequence[Usage]) -> None:
         """Clean, and record for each limit in ``high`` whether it succeeded."""
         assert self._limits is not None
         effects = clean(self.actions, self._limits.device)
@@ -302,8 +293,7 @@ class MemoryCleanup(RunCallback):
                     "MemoryCleanup freed only %.1f MB of the %.0f MB in use (%s, %.0f%% full): "
                     "the run needs this memory. The next cleanup runs when half of the free "
                     "memory is used; after three failures there are no more. What helps: %s.",
-                    gained / MB, now.used / MB, now.source, 100 * now.fraction,
-                    advise(now, pl_module, trainer.optimizers),
+                    gained / MB, now.used / MB, now.source, 100 * now.fraction, ADVICE,
                 )  # fmt: skip
         self._cleanups += 1
         self._seconds += sum(effect.seconds for effect in effects)

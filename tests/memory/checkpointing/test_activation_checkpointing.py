@@ -276,9 +276,9 @@ def backward_flops(model: Any, batch: Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-def repeated_flops(profile: Any, kept: frozenset[Any]) -> int:
+def repeated_flops(selection: Any, kept: frozenset[Any]) -> int:
     """Return the operations that a recomputation takes if ``kept`` is kept."""
-    return sum(op.flops for op in profile.repeated_operators() if op.key not in kept)
+    return sum(op.flops for op in selection.repeated_operators() if op.key not in kept)
 
 
 @pytest.mark.parametrize("name", ["Residual", "UNet", "EncoderDecoder"])
@@ -292,7 +292,7 @@ def test_backward_pass_runs_exactly_the_planned_operations(name: str) -> None:
     bare = backward_flops(model, batch)
     with AppliedPlan(selective([unit.block for unit in profile.units], None)) as applied:
         backward_flops(model, batch)
-        runs = [forward.selection.profile for forward in applied.forwards]
+        runs = [forward.selection for forward in applied.forwards]
 
     def check(*options: Option) -> int:
         planned = sum(
@@ -326,7 +326,7 @@ def test_selective_policy_repeats_the_operators_it_does_not_keep() -> None:
         backward_flops(model, batch)  # the first step records operators
         extra.append(backward_flops(model, batch) - bare)
         selection = callback.blocks[0].modules[0].forward.selection
-        assert extra[-1] == 2 * repeated_flops(selection.profile, selection.kept)
+        assert extra[-1] == 2 * repeated_flops(selection, selection.kept)
         callback.release(None)
     assert extra[0] == 0
     assert extra == sorted(set(extra))

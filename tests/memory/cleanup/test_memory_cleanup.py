@@ -26,11 +26,6 @@ needs_heap = pytest.mark.skipif(malloc_info() is None, reason="needs glibc's mal
 # --- the rule -----------------------------------------------------------------------------------
 
 
-def test_level_is_the_threshold_at_first():
-    pressure = Pressure(0.8, 0.7, 0)
-    assert [pressure.is_high(1, level) for level in (0.5, 0.79, 0.8)] == [False, False, True]
-
-
 def test_cooldown_raises_the_level_halfway_to_full():
     pressure = Pressure(0.8, 0.7, 50)
     assert pressure.is_high(10, 0.85)
@@ -184,15 +179,6 @@ def test_large_working_set_is_cleaned_three_times_and_advised_once(limit, caplog
     (advice,) = caplog.messages
     assert "the run needs this memory" in advice
     assert 'lightning_opt.ActivationCheckpointing("auto")' in advice
-
-
-@needs_heap
-def test_advice_names_large_weights_and_state(limit, caplog):
-    model = SmallNet("Adam", widths=(4000, 2000))  # 32 MB, and twice that of state
-    cleanup = lo.MemoryCleanup(threshold=0.4, release=0.1, every_n_steps=1)
-    with caplog.at_level(logging.WARNING, logger=cleanup_module.__name__):
-        quiet_trainer(callbacks=[cleanup], limit_val_batches=0).fit(model, loader_of(20))
-    assert "weights and optimizer state are 92 MB: shard them" in caplog.text
 
 
 @needs_heap

@@ -102,23 +102,19 @@ def test_without_freeze_nothing_is_frozen(nothing_frozen):
     assert set(spy.frozen) == {0}
 
 
-def test_objects_frozen_before_stay_frozen():
+def test_disabled_collection_and_frozen_objects_stay_so():
     gc.freeze()
+    gc.disable()
     count = gc.get_freeze_count()
-    spy = train(lo.GarbageCollection(every_n_steps=4))
+    try:
+        spy = train(lo.GarbageCollection(every_n_steps=4))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
     # The count falls when a frozen object is freed.
     assert gc.get_freeze_count() == pytest.approx(count, rel=0.01)
     assert max(spy.frozen) <= count
     assert spy.collections == [(4, 2), (8, 2), (12, 2)]
-
-
-def test_disabled_collection_stays_disabled():
-    gc.disable()
-    try:
-        train(lo.GarbageCollection(every_n_steps=6))
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 def test_collection_is_restored_after_an_exception(nothing_frozen):
