@@ -62,7 +62,7 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
 
 
 def _hands_over(callback: pl.Callback) -> bool:
-    """Return whether a callback's hook is this package's, and so runs no other code."""
+    """Return whether the callback's hook is this package's: a user's may change gradients later."""
     if not isinstance(callback, GradientCallback):
         return False
     return type(callback).on_before_optimizer_step.__module__.startswith("lightning_opt.")
@@ -95,7 +95,7 @@ class GradientCallback(RunCallback):
         self._ahead: list[GradientCallback] = []
         self._previous: GradientCallback | None = None
         self._is_followed = False
-        # Held only until the next callback takes it: a step's gradients are freed after the step.
+        # Removed when the next callback uses it, so that gradients can be freed after the step.
         self._measured: dict[int, GradientStep] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -148,8 +148,8 @@ class GradientCallback(RunCallback):
     def measure(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, GradientStep]:
         """Return the optimizer's index and its gradients with their norms.
 
-        The gradient callback directly before this one hands over its own measurement. After any
-        other callback, which may have changed gradients, they are measured again.
+        The measurement of the gradient callback directly before this one is reused. After any other
+        callback, which may have changed gradients, they are measured again.
         """
         index = trainer.optimizers.index(optimizer)
         step = self._previous._hand_over(index) if self._previous else None
@@ -168,7 +168,7 @@ class GradientCallback(RunCallback):
         return index, step
 
     def _hand_over(self, index: int) -> GradientStep | None:
-        """Return and forget the measurement of an optimizer; None if there is none to use."""
+        """Remove and return the measurement for an optimizer; None if a skip makes it unusable."""
         self._is_followed = True
         step = self._measured.pop(index, None)
         return None if index in self.withheld else step

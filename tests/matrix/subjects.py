@@ -78,6 +78,7 @@ ACTS = {
         "clips; compared with a run that clips by hand", instead={"clip": 1.0}
     ),
     'AdaptiveClipping(rule="unit_wise")': Act("clips; compared with one process"),
+    "DynamicBatchSize()": Act(WHOLE_WINDOW, instead={"merge": 2}, steps=("accumulation",)),
     "MicroBatching()": Act(
         "whole batches run out of memory; compared with a run in which they do not",
         plants={"memory": True},
@@ -98,7 +99,6 @@ CHANGES = {
     "CompressedDDPStrategy",
     "CurvaturePreconditioner",
     "DiLoCoStrategy",
-    "DynamicBatchSize",  # a short last window becomes a batch, the mean of its own samples
     "HookedDDPStrategy",
 }
 """Plugins that may change the weights where they have no act. All others must not."""

@@ -151,7 +151,7 @@ class AdaptiveClipping(GradientCallback):
         return {index: tally.state_dict() for index, tally in self._tallies.items()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self._tallies = {}
         for index, state in state_dict.items():
             tally = self._tallies[int(index)] = ClipTally(self.rule)

@@ -121,7 +121,7 @@ class ClipTally:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self.state = to_plain(state_dict["rule"])
         self.steps = state_dict["steps"]
         self.nonfinite = state_dict["nonfinite"]
@@ -184,5 +184,5 @@ class GradientClipper:
         return self._tally.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self._tally.load_state_dict(state_dict)

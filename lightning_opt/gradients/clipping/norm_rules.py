@@ -29,7 +29,7 @@ from lightning_opt.core.numerics.statistics import LogBand, State, Window
 
 @dataclass(slots=True)
 class Clip:
-    """What a rule did to one step's gradients.
+    """The result of clipping one step's gradients.
 
     Attributes:
         clipped: Share of the gradient over its threshold: 0 or 1 for a rule on the total norm, the

@@ -59,7 +59,7 @@ class Escalation:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the state of all optimizers."""
+        """Reset the counts of all optimizers."""
         self._states: dict[int, dict[str, Any]] = {}
         self.rollbacks = 0
 
@@ -132,7 +132,7 @@ class Escalation:
         return {"optimizers": to_plain(self._states), "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         optimizers = state_dict["optimizers"]
         self._states = {int(index): to_plain(state) for index, state in optimizers.items()}
         self.rollbacks = state_dict["rollbacks"]

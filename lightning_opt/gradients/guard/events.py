@@ -1,4 +1,4 @@
-"""Faults as events: what is recorded at each step, and the log of events."""
+"""The record of each step, and the log of faults."""
 
 from __future__ import annotations
 
@@ -270,11 +270,11 @@ class EventLog:
         return Report(title, table, notes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the events as plain types."""
+        """Return the events, as plain types."""
         return {"events": [dict(event) for event in self.events], "count": self.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self.events = [dict(event) for event in state_dict["events"]]
         self.count = state_dict["count"]
 

@@ -132,7 +132,7 @@ class NonFiniteGuard(GradientCallback):
         check_at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._schedule = Schedule(every_n_steps)
-        # A level is accepted as usual only after a rollback has been tried against it.
+        # The guard accepts a new level as usual only after a rollback did not end it.
         self._detector = Detector(self.spike, patience=rollback_after + 3)
         self._log = EventLog(save_batch)
         self._steps = 0
@@ -315,7 +315,7 @@ class NonFiniteGuard(GradientCallback):
             self._restores = self._good_batches = 0
             return
         if damaged:
-            # The cause may lie outside of any step, so there may be no fault yet.
+            # A weight may have become NaN between steps, so there may be no fault yet.
             faults = faults or [StepRecord(trainer.global_step, trainer.current_epoch)]
             faults[-1].kind, faults[-1].action = "nonfinite_weight", "rollback"
         worst = max(faults, key=lambda fault: list(RESPONSES).index(fault.action))
@@ -326,7 +326,7 @@ class NonFiniteGuard(GradientCallback):
             self.escalation.record_rollback()
             self._restores += 1
             self._good_batches = 0
-            self._delayed.clear()  # those steps changed weights that are replaced now
+            self._delayed.clear()  # those steps belong to the replaced weights
             self._buffers = BufferBackup(pl_module)
         log_scalars(trainer, self.escalation.scalars())
         events = self._log.record(trainer, faults, self.names, damaged)
@@ -394,7 +394,7 @@ class NonFiniteGuard(GradientCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self.escalation.load_state_dict(state_dict["escalation"])
         self._steps = state_dict["steps"]
         self._log.load_state_dict(state_dict["log"])

@@ -73,7 +73,7 @@ class UpdateControl:
         self._patch.close()
 
     def prepare(self, skip: Condition, lr_scale: float) -> None:
-        """Set what happens to the next update. Call it in ``on_before_optimizer_step``.
+        """Set how the next update is changed. Call it in ``on_before_optimizer_step``.
 
         Args:
             skip: Whether to skip it. A tensor only if :func:`skips_on_device`.
@@ -82,15 +82,16 @@ class UpdateControl:
         self._skip, self._lr_scale = skip, lr_scale
 
     def reset(self) -> None:
-        """Undo what was applied, and cancel what was prepared."""
+        """Undo the applied changes, and cancel the prepared ones."""
         self._changes.close()
         self._skip, self._lr_scale = False, 1.0
 
     def _step(self, original: Any, closure: Any = None, **kwargs: Any) -> Any:
         versions, has_moved, result = self._versions(), False, None
 
-        # Without a loss scaler Lightning runs forward, backward and all hooks in this closure.
-        def then_apply() -> Any:
+        # Without a loss scaler Lightning runs the forward pass, the backward pass and all hooks in
+        # the closure.
+        def evaluate() -> Any:
             nonlocal has_moved, result
             has_moved = self._versions() != versions
             result = closure()
@@ -101,7 +102,7 @@ class UpdateControl:
 
         try:
             if closure is not None:
-                return original(closure=then_apply, **kwargs)
+                return original(closure=evaluate, **kwargs)
             if self._skip is True:
                 return None
             self._apply()
@@ -135,7 +136,7 @@ class UpdateControl:
 
     def _apply(self) -> None:
         optimizer = self._optimizer
-        self._changes.close()  # of an earlier evaluation of the loss
+        self._changes.close()  # those of an earlier evaluation of the loss
         if isinstance(self._skip, Tensor):
             flag = self._skip.to(torch.float32)
             found = getattr(optimizer, "found_inf", None)
@@ -151,5 +152,5 @@ class UpdateControl:
 
 
 def _restore_rate(group: dict[str, Any], rate: Any, scaled: Any) -> None:
-    if group["lr"] is scaled:  # else the optimizer has set another one
+    if group["lr"] is scaled:  # otherwise the optimizer has set another rate
         group["lr"] = rate
