@@ -22,7 +22,7 @@ SCRIPTS = {
     "example_curvature": {"steps": 300},
 }  # fmt: skip
 NOT_INTERLEAVED = ("step ms", "of original", "of plain")
-"""Step times of consecutive runs, which are not comparable on a busy machine."""
+"""Times of consecutive runs, which are not comparable on a busy machine."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in report.rows:
             for column in NOT_INTERLEAVED:
                 row.pop(column, None)
-        report.notes[:] = [note for note in report.notes if not note.startswith(NOT_INTERLEAVED)]
+        report.notes[:] = [
+            note
+            for note in report.notes
+            if not note.startswith(NOT_INTERLEAVED) and ": compiled in " not in note
+        ]
         publish(record, report, arguments)
 
 
