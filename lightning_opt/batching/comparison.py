@@ -22,6 +22,7 @@ from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.snapshots import advanced, snapshot
 from lightning_opt.core.modules.trial import WrittenParameters, loss_of, without_side_effects
+from lightning_opt.core.numerics.norms import as_real
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -85,9 +86,9 @@ class Comparison:
     def compare(self, samples: int, number: int) -> None:
         """Compare ``samples`` samples, of the n-th part of the batch."""
         self._written, self._draws = WrittenParameters(self._module), FixedDraws()
-        pieces = self._splitter.split(self._batch, -(-self.count_samples() // samples))
         self.problem, self.ran_out = "", False
         try:
+            pieces = self._splitter.split(self._batch, -(-self.count_samples() // samples))
             self._run(*pieces[number % len(pieces)])
         except UnsplittableBatchError as error:
             self.problem, self.fails_on_parts = str(error), True
@@ -168,10 +169,10 @@ class Comparison:
             loss = loss_of(self._trainer, self._module, copy.deepcopy(piece), self._batch_idx)
             if loss is None:
                 return torch.zeros(1, device=self._module.device), {}
-            gradients = torch.autograd.grad(
-                loss, self._parameters, allow_unused=True, materialize_grads=True
-            )
-        return torch.cat([gradient.flatten().float() for gradient in gradients]), logged
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._module.backward(loss)
+        return torch.cat([_gradient(parameter) for parameter in self._parameters]), logged
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
@@ -185,7 +186,20 @@ class Comparison:
             if self._trainer.precision.endswith("-mixed"):
                 plugin = self._trainer.precision_plugin
                 stack.enter_context(replaced(plugin, train_step_context=nullcontext))
+            for parameter in self._parameters:
+                # Such hooks may update weights as soon as a gradient is ready.
+                hooks = parameter._post_accumulate_grad_hooks
+                if hooks:
+                    stack.callback(hooks.update, dict(hooks))
+                    hooks.clear()
             yield
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return a gradient as a vector."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return as_real(dense).flatten().float()
 
 
 def _failure(samples: int, error: Exception) -> Exception:

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 TOLERANCE_16_BIT = 5e-2
 """The tolerance for parameters of 16 bits."""
 
-CHECKED_BATCHES = frozenset(2**n for n in range(7))
+CHECKED_BATCHES = (1, 4, 16, 64)
 """Which batches are checked. The first alone is not enough: it may lack padding."""
 
 MAX_SAMPLES = 8
 """A check takes at most this many samples of a batch."""
+
+STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
+"""The strategies under which batches are checked. In others, passes are collectives: a rank whose
+samples cannot be split would leave the others waiting."""
 
 MAX_NAMES = 5
 """Most names in a warning."""
@@ -82,6 +86,8 @@ class SplitCheck:
         self._batches += 1
         if self._batches not in CHECKED_BATCHES:
             return
+        if not (self._splits or isinstance(trainer.strategy, STRATEGIES)):
+            return  # nothing is split, and batches of sharded models cannot be compared with parts
         found = self._compare(trainer, module, batch, batch_idx, size)
         if found.fails_on_parts and size is not None:
             raise UnsplittableBatchError(found.problem)
@@ -105,7 +111,7 @@ class SplitCheck:
         size: int | None,
     ) -> Comparison:
         found = Comparison(trainer, module, self._splitter, batch, batch_idx)
-        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        if not isinstance(trainer.strategy, STRATEGIES):
             found.problem = "the parameters are sharded."
             return found
         samples = found.count_samples()

@@ -288,7 +288,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         results: list[Any] = []
         skipped = 0
         loops = package_of(strategy).loops
-        loops = package_of(strategy).loops
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
             # The last part reduces gradients. Under DDP with "auto", `last_backward` does it.

@@ -86,12 +86,16 @@ def advanced(once: Snapshot, twice: Snapshot, parts: Snapshot) -> list[str]:
 def _distance(value: Any, other: Any) -> float:
     if not (_is_number(value) and _is_number(other)):
         return 0.0 if type(value) is type(other) and value == other else math.inf
+    if not (isinstance(value, Tensor) or isinstance(other, Tensor)):
+        return float(abs(value - other))
     a, b = torch.as_tensor(value), torch.as_tensor(other)
     return float((a.double() - b.double()).norm()) if a.shape == b.shape else math.inf
 
 
 def _size(value: Any) -> float:
-    return float(torch.as_tensor(value).double().norm()) if _is_number(value) else 0.0
+    if not _is_number(value):
+        return 0.0
+    return float(value.double().norm() if isinstance(value, Tensor) else abs(value))
 
 
 def _is_number(value: Any) -> bool:
