@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_opt as lo
 from tests.gradients.faulty import FaultyNet, Lion, all_finite
@@ -58,7 +59,7 @@ def test_warning_if_the_optimizer_has_moved_weights_before_a_bad_evaluation() ->
 
 
 def test_schedulers_step_and_post_hooks_run_at_a_skipped_step() -> None:
-    seen = []
+    seen: list[Any] = []
 
     class Scheduled(FaultyNet):
         def configure_optimizers(self) -> Any:
@@ -73,8 +74,12 @@ def test_schedulers_step_and_post_hooks_run_at_a_skipped_step() -> None:
                 "lr_scheduler": {"scheduler": schedule, "interval": "step"},
             }
 
-    model = fit(Scheduled({0: "nan"}, batches=2), lo.NonFiniteGuard())
-    assert seen == ["pre", False, "pre", True]
+    of_all = register_optimizer_step_post_hook(lambda *_: seen.append("global"))
+    try:
+        model = fit(Scheduled({0: "nan"}, batches=2), lo.NonFiniteGuard())
+    finally:
+        of_all.remove()
+    assert seen == ["pre", False, "global", "pre", True, "global"]
     assert model.trainer.optimizers[0].param_groups[0]["lr"] == 0.02 * 0.25
 
 

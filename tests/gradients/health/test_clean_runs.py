@@ -133,9 +133,7 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     ),
     "a model that converges": lambda: (Classifier(mlp(2, width=64), lr=3e-2, rows=16), {}),
     "deep residual tanh": lambda: (
-        Classifier(
-            nn.Sequential(nn.Linear(8, 32), *(Skip(32) for _ in range(30)), nn.Linear(32, 4))
-        ),
+        Classifier(deep_residual()),
         {"accumulate_grad_batches": 2},
     ),
 }

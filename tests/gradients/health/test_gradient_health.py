@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from lightning_opt.gradients import gradient_callback
 from lightning_opt.gradients.health import measures, optimizer_health
 from tests.gradients.health.test_faults import Classifier, mlp
 from tests.helpers.models import AdversarialNet, SmallNet
@@ -228,19 +227,6 @@ def test_accumulated_batches_count_as_one_step():
     health = lo.GradientHealth(every_n_steps=2)
     fit(health, accumulate_grad_batches=3)
     assert health.state_dict()["0"]["steps"] == 4
-
-
-def test_clipping_reuses_the_norms_of_health(monkeypatch):
-    calls: list[int] = []
-    measure = gradient_callback.measure_norms
-
-    def counted(*args: Any, **settings: Any) -> Any:
-        calls.append(1)
-        return measure(*args, **settings)
-
-    monkeypatch.setattr(gradient_callback, "measure_norms", counted)
-    fit(lo.GradientHealth(), lo.AdaptiveClipping())
-    assert len(calls) == 12
 
 
 def test_long_timeline_is_thinned(monkeypatch):
