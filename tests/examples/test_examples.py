@@ -31,7 +31,7 @@ def sources() -> list[bytes]:
     return read_sources()
 
 
-TABLES = {"05_let_the_tuner_decide.ipynb"}
+TABLES = {"01_fit_into_half_the_memory.ipynb", "05_let_the_tuner_decide.ipynb"}
 """Notebooks that show a table; the others draw a picture."""
 
 
