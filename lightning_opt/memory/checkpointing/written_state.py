@@ -58,7 +58,8 @@ class Saved(NamedTuple):
             RuntimeError: If a tensor that was not copied has changed.
         """
         if self.copy is not None:
-            return self.entry._replace(value=self.copy)
+            place, name, _, key = self.entry
+            return Entry(place, name, self.copy, key)
         if _version(self.entry.value) != self.version:
             raise RuntimeError(
                 f"{module} writes to its buffer {self.entry.name!r}, which it did not write in "
