@@ -27,12 +27,12 @@ NOT_INTERLEAVED = ("step ms", "of original", "of plain")
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("scripts", nargs="*", help=", ".join(SCRIPTS))
+    parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
     own, rest = parser.parse_known_args(argv)
     arguments = parse_arguments(__doc__ or "", rest)
     sys.path.insert(0, str(EXAMPLES))
     importlib.import_module("measuring").silence_advice()
-    for record in own.scripts or SCRIPTS:
+    for record in own.scripts:
         settings = dict(SCRIPTS[record])
         if arguments.quick and "steps" in settings:
             settings["steps"] = 6
