@@ -12,8 +12,8 @@ import lightning_opt as lo
 from lightning_opt.batching.accumulation.counting import count_with, quotient
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
 from lightning_opt.batching.micro_batching.rollback import HeldGradients
-from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.peaks import LimitMeter
+from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, live_bytes
 from lightning_opt.core.modules.preserve import StepState
 from lightning_opt.memory.meters import StorageMeter, measuring, storage_bytes

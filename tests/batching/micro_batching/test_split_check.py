@@ -164,3 +164,36 @@ def test_impossible_check_warns_with_the_reason():
 
     with pytest.warns(UserWarning, match=r"not possible to check.*random numbers that are not"):
         quiet_trainer(callbacks=[lo.MicroBatching(4)]).fit(Random("samples"))
+
+
+class Sparse(LightningModule):
+    """Has sparse gradients, a backward pass of its own, and a hook that updates a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(8, 2, sparse=True)
+        self.factor = nn.Parameter(torch.ones(2))
+        self.updates = 0
+        self.factor.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, parameter: Tensor) -> None:
+        self.updates += 1
+        parameter.data.sub_(0.1 * parameter.grad)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.table(batch[0]) * self.factor).square().mean().detach()
+
+    def backward(self, loss: Tensor) -> None:
+        rows = torch.arange(4)
+        (self.table(rows) * self.factor).square().mean().mul(loss).backward()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.table.parameters(), lr=0.1)
+
+
+def test_check_runs_the_own_backward_pass_without_updates_in_hooks():
+    net = Sparse()
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(8)), batch_size=4)
+    quiet_trainer(callbacks=[lo.MicroBatching(2)]).fit(net, loader)
+    assert net.updates == 4  # two parts of two batches
