@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sqlite3
 import threading
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ TABLES = """
         id INTEGER PRIMARY KEY, version TEXT, name TEXT, used INTEGER, UNIQUE (version, name)
     );
     CREATE INDEX IF NOT EXISTS by_use ON items (used);
-    CREATE TABLE IF NOT EXISTS contents (id INTEGER PRIMARY KEY, checksum BLOB, data BLOB);
+    CREATE TABLE IF NOT EXISTS contents (id INTEGER PRIMARY KEY, checksum INTEGER, data BLOB);
     COMMIT;
 """
 EMPTY_PAGES = 5
@@ -210,10 +210,8 @@ class Store:
         self._attempt(empty, None)
         self._min_rejected_size = MAX_ITEM_BYTES
 
-    def _checksum(self, name: str, data: bytes) -> bytes:
-        hashed = hashlib.blake2b(f"{self.version}/{name}/".encode(), digest_size=16)
-        hashed.update(data)
-        return hashed.digest()
+    def _checksum(self, name: str, data: bytes) -> int:
+        return zlib.crc32(data, zlib.crc32(f"{self.version}/{name}/".encode()))
 
 
 def _pragma(database: sqlite3.Connection, name: str) -> int:
