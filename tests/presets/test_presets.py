@@ -145,6 +145,7 @@ def under_each_strategy() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:The preset leaves out MicroBatching")
+@pytest.mark.filterwarnings("ignore:MicroBatching. it was not possible to check .* are sharded")
 def test_two_processes_give_the_same_weights_as_one():
     plain = SmallNet("AdamW")
     quiet_trainer().fit(plain)
