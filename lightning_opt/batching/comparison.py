@@ -1,4 +1,4 @@
-"""Compares training steps on the parts of a batch with one on the whole."""
+"""Compares a training step on a batch with training steps on its parts."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ TOLERANCE = 1e-3
 """Differences up to this share of the gradient's norm count as rounding."""
 
 ROUNDING = 1e-6
-"""Differences up to this much between logged values count as rounding."""
+"""Absolute differences between logged values up to this count as rounding."""
 
 PARTS = 3
-"""Number of parts. Two halves would not show a loss over the hardest half of the samples."""
+"""Number of parts. With two, a loss over the hardest half of the samples stays undetected."""
 
 
 class Comparison:
     """Runs training steps on some samples of a batch, as a whole and in parts.
 
-    Nothing is logged, callbacks do not run, and random state, buffers, metrics, attributes,
-    gradients and parameters are restored. Dropout is off, and all parts get the random numbers of
-    the whole. BatchNorm uses its running statistics. Autocast is off, because its rounding would
-    hide differences.
+    Nothing is logged, and callbacks do not run. Random state, buffers, metrics, attributes,
+    gradients and parameters are restored. Dropout is off. The samples of a part get the same random
+    numbers as in the whole batch. BatchNorm uses its running statistics. Autocast is off, because
+    its rounding would hide differences.
 
     Attributes:
         problem: The reason why nothing could be compared.
-        fails_on_parts: Whether the reason is that ``training_step`` fails on parts.
-        ran_out: Whether the reason is memory.
-        error: The difference between the gradients, as a share of the gradient.
+        fails_on_parts: Whether the batch cannot be split, or ``training_step`` fails on its parts.
+        ran_out: Whether memory ran out.
+        error: Norm of the difference between the gradients, as a share of the gradient's norm.
         parameters: Names of parameters that a step itself writes.
         state: Names of buffers and attributes that each step changes.
         logged: Names of logged values that are not the mean of the parts' values.
@@ -84,7 +84,7 @@ class Comparison:
         return samples
 
     def compare(self, samples: int, number: int) -> None:
-        """Compare ``samples`` samples, of the n-th part of the batch."""
+        """Compare one part of at most ``samples`` samples. ``number`` selects the part."""
         self._written, self._draws = WrittenParameters(self._module), FixedDraws()
         self.problem, self.ran_out = "", False
         try:
@@ -92,7 +92,7 @@ class Comparison:
             self._run(*pieces[number % len(pieces)])
         except UnsplittableBatchError as error:
             self.problem, self.fails_on_parts = str(error), True
-        except Exception as error:  # noqa: BLE001 - the batch itself runs next
+        except Exception as error:  # noqa: BLE001 - an error of the batch is raised by its own run
             self.problem, self.ran_out = f"{type(error).__name__}: {error}", is_out_of_memory(error)
 
     def _run(self, piece: Any, samples: int) -> None:
@@ -102,7 +102,7 @@ class Comparison:
             except Exception as error:
                 if piece is self._batch or is_out_of_memory(error):
                     raise
-                self._step(self._batch, 0, samples)  # raises if the error has another cause
+                self._step(self._batch, 0, samples)  # raises if the whole batch fails too
                 raise _failure(samples, error) from error
             once = snapshot(self._module, Metric)
             noise = float((self._step(piece, 0, samples)[0] - whole).norm())
@@ -187,7 +187,7 @@ class Comparison:
                 plugin = self._trainer.precision_plugin
                 stack.enter_context(replaced(plugin, train_step_context=nullcontext))
             for parameter in self._parameters:
-                # Such hooks may update weights as soon as a gradient is ready.
+                # Post-accumulate hooks may update weights as soon as a gradient is ready.
                 hooks = parameter._post_accumulate_grad_hooks
                 if hooks:
                     stack.callback(hooks.update, dict(hooks))
@@ -196,14 +196,14 @@ class Comparison:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return a gradient as a vector."""
+    """Return a parameter's gradient as a float32 vector."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return as_real(dense).flatten().float()
 
 
 def _failure(samples: int, error: Exception) -> Exception:
-    # One sample may be too few for other reasons.
+    # A step on a single sample may fail for other reasons than the split.
     kind = UnsplittableBatchError if samples > 1 else RuntimeError
     return kind(
         f"training_step fails on a part of the batch, and not on a larger part: "

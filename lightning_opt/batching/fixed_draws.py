@@ -1,4 +1,4 @@
-"""Random numbers and dropout in a check that compares a batch with its parts."""
+"""Fixes random numbers and disables dropout, to compare a batch with its parts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ONLY_FLOAT_IS_DROPOUT = (
     "rnn_tanh",
     "rnn_relu",
 )
-"""Functions whose only positional argument that is a float is the dropout rate."""
+"""Functions with exactly one positional float argument, the dropout rate."""
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Turns dropout off, also where modules call it as a function."""
+    """Turns dropout off, including functional calls."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -37,11 +37,11 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class FixedDraws(TorchDispatchMode):
-    """Gives each part of a batch torch's random numbers of its samples in the whole batch.
+    """Makes torch draw the same random numbers for a sample in a part as in the whole batch.
 
-    The first step draws for the whole batch. In later steps, the n-th tensor that is drawn gets
-    the rows of the n-th tensor of the first step. Permutations reverse their order, because a
-    permutation of the whole batch has no rows for its parts.
+    The first step, on the whole batch, records torch's draws. In later steps, the n-th drawn tensor
+    is overwritten with the part's rows of the n-th recorded tensor. A drawn permutation is replaced
+    by the reversed order, because a permutation of the whole batch has no rows for its parts.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,9 @@ class FixedDraws(TorchDispatchMode):
         self._samples = 0
 
     def begin(self, start: int, samples: int) -> None:
-        """Begin a step on ``samples`` samples, of which the first is number ``start``."""
+        """Begin a step on ``samples`` samples, from index ``start`` of the whole batch on."""
         self._records = self._samples == 0
-        self._samples = self._samples or samples  # of the first step
+        self._samples = self._samples or samples  # set by the first step
         self._start, self._part, self._drawn = start, samples, 0
 
     def __torch_dispatch__(
@@ -63,7 +63,7 @@ class FixedDraws(TorchDispatchMode):
             return result
         if func is torch.ops.aten.randperm.default:
             return result.copy_(torch.arange(len(result)).flip(0))
-        # Indices into a batch depend on its size.
+        # Draws with other limits, such as indices into a batch of another size, are kept.
         limits = [value for value in args if isinstance(value, (int, float))]
         if func is torch.ops.aten.multinomial.default:
             limits = [args[0].shape[-1]]
@@ -77,7 +77,7 @@ class FixedDraws(TorchDispatchMode):
         return result
 
     def _rows(self, recorded: Tensor, shape: torch.Size) -> Tensor:
-        """Return the rows of this part, along each dimension that depends on the samples."""
+        """Return the rows of this part, along each dimension that grows with the samples."""
         for dimension, (whole, part) in enumerate(zip(recorded.shape, shape, strict=False)):
             per_sample = part // self._part
             expected = self._samples * per_sample, self._part * per_sample

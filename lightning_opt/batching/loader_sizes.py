@@ -22,7 +22,7 @@ MAX_SAVED_LOADERS = 8
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Return the batch size of a DataLoader; None without one and for other iterables."""
+    """Return the batch size of a DataLoader; None if it has none or is another iterable."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
     size = getattr(loader.batch_sampler, "batch_size", None)
@@ -79,7 +79,7 @@ def set_batch_size(loader: DataLoader[Any], size: int) -> None:
 
 
 def _must_change(batches: int, old_size: int, size: int) -> bool:
-    """Return whether the same samples in batches of ``size`` give another number of batches."""
+    """Return whether the number of batches must differ between the two sizes."""
     min_samples, max_samples = (batches - 1) * old_size + 1, batches * old_size
     return not -(-min_samples // size) <= batches <= -(-max_samples // size)
 

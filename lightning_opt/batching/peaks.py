@@ -27,8 +27,8 @@ class LimitMeter:
     """Measures the memory peak against all limits, at no cost per step.
 
     On CUDA, the peak is tensors plus fragments in torch's allocator. The limit is the memory that
-    the allocator can get. On a CPU, the peak is resident memory plus everything else in use. The
-    limits are the machine's memory, control groups and ``RLIMIT_AS``.
+    the allocator can get. On a CPU, the peak is the peak of resident memory plus all other memory
+    in use under the limit. The limits are the machine's memory, control groups and ``RLIMIT_AS``.
 
     Args:
         device: The training device.

@@ -1,4 +1,4 @@
-"""Checks on the first batches whether the parts of a batch give its gradient."""
+"""Checks, on some early batches, that the parts of a batch add up to its gradient."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 TOLERANCE_16_BIT = 5e-2
-"""The tolerance for parameters of 16 bits."""
+"""The tolerance for models with 16-bit parameters."""
 
 CHECKED_BATCHES = (1, 4, 16, 64)
-"""Which batches are checked. The first alone is not enough: it may lack padding."""
+"""Numbers of the batches to check. The first alone is not enough: it may have no padding."""
 
 MAX_SAMPLES = 8
 """A check takes at most this many samples of a batch."""
 
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
-"""The strategies under which batches are checked. In others, passes are collectives: a rank whose
-samples cannot be split would leave the others waiting."""
+"""The strategies under which batches are checked. Under others, forward and backward passes contain
+collectives: if one rank cannot split its samples, the other ranks wait forever."""
 
 MAX_NAMES = 5
-"""Most names in a warning."""
+"""Maximum number of names in a warning."""
 
 
 class SplitCheck:
     """Warns if the parts of a batch do not give the gradient of the whole batch.
 
-    At some of the first batches, it compares some samples as a whole and in parts, and leaves no
-    trace in the run. See :class:`Comparison`.
+    It runs ``training_step`` on a few samples of a batch, once on all of them and then in parts,
+    and compares the gradients. The state of the run is restored. See :class:`Comparison`.
 
     Args:
         owner: The callback's name.
-        per_token: The callback's argument for a loss that is a mean over tokens.
+        per_token: The argument that a warning suggests for a loss that is a mean over tokens.
         splitter: Splits the batches.
-        splits: Whether the callback splits batches. If so, ``training_step`` runs once per part,
-            and state that it changes and values that it logs matter too.
+        splits: Whether the callback splits batches, so that ``training_step`` runs once per part.
+            Then changed state and logged values are checked too.
 
     Attributes:
         sums: Names of values that are logged as means but are sums over samples.
@@ -71,14 +71,14 @@ class SplitCheck:
         batch_idx: int,
         size: int | None = None,
     ) -> None:
-        """Check this batch, if it is due. All ranks must call this.
+        """Check this batch if its number is in ``CHECKED_BATCHES``. All ranks must call this.
 
         Args:
             trainer: The Trainer.
             module: The LightningModule.
             batch: The batch.
-            batch_idx: Its number.
-            size: The most samples that a part may have; None if batches may run whole.
+            batch_idx: The index of the batch.
+            size: Maximum number of samples per part; None if batches may run whole.
 
         Raises:
             UnsplittableBatchError: If ``training_step`` fails on parts, and ``size`` is given.
@@ -87,7 +87,7 @@ class SplitCheck:
         if self._batches not in CHECKED_BATCHES:
             return
         if not (self._splits or isinstance(trainer.strategy, STRATEGIES)):
-            return  # nothing is split, and batches of sharded models cannot be compared with parts
+            return  # batches are not split, and sharded models cannot be compared
         found = self._compare(trainer, module, batch, batch_idx, size)
         if found.fails_on_parts and size is not None:
             raise UnsplittableBatchError(found.problem)
@@ -160,7 +160,7 @@ class SplitCheck:
             )
 
     def report(self) -> None:
-        """Warn once of each finding. Called when the batch itself has run without an error."""
+        """Warn once per kind of finding. Call this after the batch has run without an error."""
         while self._messages:
             kind, message = self._messages.popitem()
             if kind not in self._reported:
@@ -169,7 +169,7 @@ class SplitCheck:
 
 
 def _share(trainer: pl.Trainer, found: Comparison) -> bool:
-    """Make a comparison alike on all ranks, except for names. Return whether memory ran out."""
+    """Combine the ranks' results, except names. Return whether memory ran out on any rank."""
     failed, fails_on_parts, ran_out, found.error = _agree(
         trainer, bool(found.problem), found.fails_on_parts, found.ran_out, found.error
     )

@@ -77,7 +77,7 @@ class Splitter:
 
 
 def _read_each(batch: Any) -> Reading:
-    """Read a batch with one entry per loader, where an exhausted loader has None."""
+    """Read a batch with one entry per loader. An exhausted loader's entry is None."""
     entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     readings = {key: read_batch(entry) for key, entry in entries if entry is not None}
     samples = {key: reading.samples for key, reading in readings.items()}

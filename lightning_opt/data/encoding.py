@@ -14,8 +14,8 @@ from torch import Tensor
 def encode(item: Any) -> bytes:
     """Return ``item`` as bytes, for :func:`decode`.
 
-    It may be everything that pickle takes. Of a plain CPU tensor, only its own elements are stored,
-    not the storage that it views; it comes back contiguous.
+    ``item`` may be any object that pickle accepts. For a plain CPU tensor, only its own elements
+    are stored, not the whole storage that it views. Such a tensor is decoded as contiguous.
 
     Raises:
         TypeError: If it cannot be pickled.
@@ -28,8 +28,8 @@ def encode(item: Any) -> bytes:
             f"An item of type {type(item).__qualname__} cannot be cached, because it cannot be "
             f"pickled: {error}"
         ) from error
-    # A copy of exact size. The buffer has grown in steps, and cutting it to size would leave holes
-    # in the heap: half as much again as the cached bytes.
+    # Copy the bytes at their exact size. The buffer has grown in steps, and truncating it would
+    # leave holes in the heap, half as large as the cached bytes.
     return bytes(file.getbuffer())
 
 
@@ -39,7 +39,7 @@ def decode(data: bytes) -> Any:
 
 
 def digest(*parts: Any) -> bytes:
-    """Return a hash of ``parts``, 16 bytes: equal for values that encode equally."""
+    """Return a hash of ``parts`` of 16 bytes. Values with equal encodings have equal hashes."""
     hashed = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = encode(part)
@@ -49,7 +49,7 @@ def digest(*parts: Any) -> bytes:
 
 
 class _Encoder(pickle.Pickler):
-    """Pickles tensors as raw bytes: torch writes an archive, which takes about 50 µs."""
+    """Pickles tensors as raw bytes, because torch's own archive takes about 50 µs."""
 
     def reducer_override(self, value: Any) -> Any:
         if not is_plain(value) or value.requires_grad:

@@ -16,15 +16,16 @@ from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.data.encoding import encode, raw
 
 DRAWS = 3
-"""How often each item is fetched."""
+"""Number of times that each item is fetched."""
 
 
 def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
     """Return the evidence that the items of ``dataset`` are random, or None.
 
-    Each item is fetched a few times from different states of the global generators. The evidence is
-    a draw from one of these generators, even if the item stays the same, or a different item, if
-    the dataset has its own generator. Rare draws from its own generator can be missed.
+    Each item is fetched a few times from different states of the global generators. There are two
+    kinds of evidence: a draw from one of these generators, even if the item stays the same, and an
+    item that differs between fetches, because the dataset has its own generator. Rare draws from
+    its own generator can be missed.
 
     The global generators, and the attributes of ``dataset`` and the datasets inside it, are
     restored.
@@ -51,7 +52,7 @@ def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two items are equal in types and values, where NaN equals NaN."""
+    """Return whether two items are equal in types and values. NaN equals NaN."""
     (ours, shape), (theirs, other) = tree_flatten(a), tree_flatten(b)
     return shape == other and all(map(_same_leaf, ours, theirs))
 
@@ -67,7 +68,7 @@ def _same_leaf(a: Any, b: Any) -> bool:
     try:
         equal = a == b
         return bool(equal.all() if hasattr(equal, "all") else equal)
-    except (TypeError, ValueError):  # tables are compared cell by cell
+    except (TypeError, ValueError):  # a comparison of tables has no single result
         return False
 
 

@@ -37,7 +37,8 @@ Root = tuple[str, Any]
 class Walk:
     """All objects reachable from some roots, each with the object that first referenced it.
 
-    It keeps all of them alive, so delete it soon. ``roots`` are names and objects.
+    It holds references to all of them, so delete it soon. ``roots`` are pairs of a name and an
+    object.
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:

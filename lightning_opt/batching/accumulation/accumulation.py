@@ -1,4 +1,4 @@
-"""Gradient accumulation whose average is that of one large batch."""
+"""Gradient accumulation that gives the average gradient of one large batch."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ class Accumulation(RunCallback):
     loss is weighted by its number of samples, or by ``count``, over all batches of the window and
     over all ranks. If all batches are alike, results are bit-identical to Lightning's.
 
-    A window is the sequence of batches of one optimizer step. Its number of batches is set by
-    ``Trainer(accumulate_grad_batches=...)``, ``schedule`` or ``effective_batch``, by only one of
-    them. A window may begin and end anywhere in an epoch; the last window ends with the epoch.
+    A window is the sequence of batches of one optimizer step. Only one of
+    ``Trainer(accumulate_grad_batches=...)``, ``schedule`` and ``effective_batch`` may set its
+    number of batches. A window may begin and end anywhere in an epoch; the last window ends with
+    the epoch.
 
     Logged at the start of a window whose length differs from the previous window's:
 
@@ -67,7 +68,7 @@ class Accumulation(RunCallback):
 
     Args:
         schedule: A number of batches, or a dict from optimizer step to number, such as
-            ``{0: 1, 1000: 4}``. Before its first step, the number is 1.
+            ``{0: 1, 1000: 4}``. Before the first step in the dict, the number is 1.
         effective_batch: Samples per step over all batches and ranks, instead of ``schedule``. The
             number of batches is rounded, with a warning.
         normalize: The unit over which each loss is a mean: ``"samples"``, ``"tokens"``, which needs
@@ -236,7 +237,7 @@ class Accumulation(RunCallback):
 
     def _begin_window(self, trainer: pl.Trainer, batch_idx: int) -> None:
         length = trainer.accumulate_grad_batches
-        # StochasticWeightAveraging's last epoch is one window of its own, without backward passes.
+        # The last epoch of StochasticWeightAveraging has no backward passes and is one window.
         if self.schedule is not None and not trainer.fit_loop._skip_backward:
             length = self._batches_at(trainer.global_step)
             trainer.accumulate_grad_batches = length
@@ -337,7 +338,7 @@ class Accumulation(RunCallback):
         self._restored_gradients = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window; on a single process, also its gradients so far."""
+        """Return the window's state; on a single process, include its gradients so far."""
         gradients = dict(self._restored_gradients)
         module = self._model() if self._model is not None else None
         if self._unaveraged and self._trainer is not None and self._trainer.world_size == 1:

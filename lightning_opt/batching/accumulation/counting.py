@@ -1,4 +1,4 @@
-"""Weights of batches, their sums over ranks, and the factor from weighted sums to means."""
+"""Weights of batches, their sums over ranks, and the factor that turns sums into means."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batches_for(effective_batch: int, loader: Any, ranks: int) -> int:
 def count_samples(splitter: Splitter, batch: Any, several: bool) -> float:
     """Return the number of samples; with several loaders, the sum over their batches."""
     batches = [batch]
-    if several:  # an exhausted loader has None
+    if several:  # an exhausted loader's entry is None
         entries = batch.values() if isinstance(batch, Mapping) else batch
         batches = [entry for entry in entries if entry is not None]
     try:
@@ -66,7 +66,7 @@ def count_samples(splitter: Splitter, batch: Any, several: bool) -> float:
 
 
 def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
-    """Return the user's count: a float if reading it does not wait for a device, else a tensor."""
+    """Return the user's count: a tensor if it is on an accelerator, else a float."""
     weight = count(batch)
     if isinstance(weight, Tensor):
         weight = weight.detach()

@@ -79,7 +79,7 @@ class GradientAccumulator:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            # A pending sum over ranks is completed here: `average` makes whole gradients.
+            # Complete a pending sum over ranks: `average` creates gradients without pending sums.
             if gradient.dtype not in HALVES and not pending_groups(gradient):
                 continue
             local = summed_part(gradient)
@@ -113,7 +113,7 @@ class GradientAccumulator:
         if not isinstance(total, Tensor) and total <= 0:
             raise RuntimeError("The weights of all batches sum to 0, so there is no average.")
         reduce = reduce and world > 1
-        # The result is a sum over ranks, and strategies have reduced gradients to the mean.
+        # Strategies have averaged gradients over `world` ranks, but `total` is a sum over them.
         factor = (1 if reduce else world) / total
         for name, parameter in self._named.items():
             gradient = self._sums.get(name)

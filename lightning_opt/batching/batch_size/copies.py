@@ -1,4 +1,4 @@
-"""The callbacks of a trial, and copies of what a trial changes."""
+"""Selects the callbacks that run in a trial, and copies the objects that a trial changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AVERAGING = tuple(  # new in Lightning 2.6
     for package in PACKAGES
     if hasattr(package.callbacks, "WeightAveraging")
 )
-"""Lightning's callback that holds a copy of the model from the first step on."""
+"""Lightning's callbacks that hold a copy of the model from the first step on."""
 
 
 def callbacks_to_try(callbacks: Iterable[pl.Callback]) -> list[pl.Callback]:
@@ -51,7 +51,10 @@ def _uses_no_memory(kind: type) -> bool:
 
 
 def copy_or_share(value: Any, shared: list[Any]) -> Any:
-    """Return a deep copy that shares ``shared`` objects, and add those that cannot be copied."""
+    """Return a deep copy in which the objects in ``shared`` are not copied.
+
+    Objects that cannot be copied are appended to ``shared``.
+    """
     given = len(shared)
     while True:
         try:

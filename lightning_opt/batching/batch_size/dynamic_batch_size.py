@@ -1,4 +1,4 @@
-"""A batch size found before training, with the samples per optimizer step kept."""
+"""Finds a batch size before training, and keeps the number of samples per optimizer step."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ SCALE_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": mat
 class DynamicBatchSize(RunCallback):
     """Searches the loader's batch size by trials before training, with headroom in memory.
 
-    The search is that of ``find_batch_size``: a few steps of a copy of the model with several
-    sizes. Then the whole run trains with the largest size whose memory peak stays below ``target``,
-    or with the fastest. A resumed run keeps the size of its checkpoint and does not search.
+    Like ``find_batch_size``, it runs a few steps of a copy of the model with several sizes. Then
+    the whole run trains with the largest size whose memory peak stays below ``target``, or with the
+    fastest size. A resumed run keeps the size of its checkpoint and does not search.
 
-    Larger batches train differently, with fewer and less noisy steps. So an optimizer step keeps
-    its number of samples: only sizes that divide it are used, and batches are accumulated. The
-    number is ``keep_effective``, or that of the loader and the Trainer. With ``scale_lr``, a step
-    has as many samples as fit into memory, and learning rates are scaled.
+    Larger batches train differently, with fewer and less noisy steps. So the number of samples per
+    optimizer step is kept: only sizes that divide it are used, and batches are accumulated. The
+    number is ``keep_effective``, or follows from the loader and the Trainer. With ``scale_lr``, a
+    step has as many samples as fit into memory, and learning rates are scaled.
 
-    Add ``MicroBatching("auto")`` for single batches that need more memory than those of the trials.
+    Add ``MicroBatching("auto")`` for single batches that need more memory than the batches of the
+    trials.
 
     Logged at the start of training:
 
@@ -60,11 +61,11 @@ class DynamicBatchSize(RunCallback):
     ========================== =================================================================
 
     Args:
-        target: The share of memory to use: of the device's, of the nearest limit on a CPU, and of
-            ``budget_mb``.
+        target: The share of memory to use. It applies to the device's memory, or on a CPU to the
+            nearest limit, and to ``budget_mb``.
         max_size: The largest size to use; None for the number of samples.
-        scale_lr: How learning rates follow the ratio of the size to the loader's: ``"linear"`` or
-            ``"sqrt"``. The samples per step are then not kept.
+        scale_lr: How learning rates follow the ratio of the size to the loader's own size:
+            ``"linear"`` or ``"sqrt"``. The samples per step are then not kept.
         keep_effective: Samples per optimizer step over all ranks; None for the loader's batch size
             times ``accumulate_grad_batches`` times the number of ranks.
         find: ``"largest"`` or ``True`` for the largest size, ``"fastest"`` for the size with the
@@ -174,7 +175,7 @@ class DynamicBatchSize(RunCallback):
         self._size = self.found.chosen(self.find)
 
     def _allowed(self, most: int) -> int:
-        """Return the largest size up to ``most`` that divides the samples per step of a rank."""
+        """Return the largest size up to ``most`` that divides each rank's samples per step."""
         assert self._trainer is not None
         if self.scale_lr is not None:
             return most
@@ -196,14 +197,14 @@ class DynamicBatchSize(RunCallback):
         assert trainer is not None
         if self._size is None:  # before a checkpoint is loaded
             return
-        self._size = self._allowed(self._size)  # a checkpoint may be of another number of ranks
+        self._size = self._allowed(self._size)  # the checkpoint's number of ranks may differ
         set_batch_size(loader, self._size)
         if self._effective is not None:
             share = self._effective // data_ranks(trainer)
             trainer.accumulate_grad_batches = share // self._size
         for name in ("limit_train_batches", "val_check_interval"):
             batches = self._settings[name]
-            if isinstance(batches, int):  # so that it spans as many samples as before
+            if isinstance(batches, int):  # keep the number of samples that it spans
                 setattr(trainer, name, max(1, batches * initial // self._size))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -256,12 +257,12 @@ class DynamicBatchSize(RunCallback):
         if self.scale_lr is None:
             self._effective = self.keep_effective or state_dict["effective"]
         if self._trainer is not None:
-            # An existing loader may have another size.
+            # Discard an existing loader, which may have another size.
             self._trainer.fit_loop._combined_loader = None
 
 
 def _resumes(trainer: pl.Trainer) -> bool:
-    """Return whether this ``fit`` has a checkpoint, which Lightning stores only after ``setup``."""
+    """Return whether ``fit`` got a checkpoint. Lightning stores its path only after ``setup``."""
     run = type(trainer)._run.__code__
     calls = [frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_code is run]
     return any(call["self"] is trainer and call["ckpt_path"] is not None for call in calls)

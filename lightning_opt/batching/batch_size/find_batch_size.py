@@ -62,10 +62,10 @@ def find_batch_size(
         target: Share of the nearest memory limit that a size may take; 1 for all of it.
         max_size: The largest size to try; None for the number of samples.
         budget_mb: An additional limit on the memory of this process on its device.
-        worst_batch: A function, or its import path, that takes a number of samples and returns the
-            batch of that size that needs the most memory, such as the longest sequences, in the
-            form in which the loader returns batches. It is used to measure memory, not time. None
-            for the loader's batches.
+        worst_batch: A function, or its import path, that takes a number of samples and returns a
+            batch of that size, in the form in which the loader returns batches. The batch should be
+            the one that needs the most memory, such as the longest sequences. It is used to measure
+            memory, not time. None uses the loader's batches.
 
     Returns:
         The largest and the fastest size, and all trials; ``report()`` returns a table of them.

@@ -18,10 +18,10 @@ MIN_SPEED_SHARE = 0.6
 """Halving stops at a size with less than this share of the best speed."""
 
 FINALISTS_BY_ROUND = (3, 3, 3, 2)
-"""How many of the best sizes are timed in each round after the first."""
+"""Number of the best sizes that are timed in each round after the first."""
 
 SIZE_TOLERANCE = 0.03
-"""The search ends if no larger size is left, or only sizes larger by this share."""
+"""The search ends when all remaining sizes are at most this share larger than the size found."""
 
 SPEED_TOLERANCE = 0.01
 """Sizes whose speeds differ by at most this share count as equally fast."""
@@ -148,8 +148,8 @@ def _next_size(
         size = max(predicted, math.ceil(fitting / (1 - SIZE_TOLERANCE)))
         if has_failed:
             size = min(size, math.ceil(failing * (1 - SIZE_TOLERANCE)))
-        size = min(size, most, 16 * max(peaks))  # because few points predict poorly
-    elif has_failed:  # without a line, or with one that misses a limit
+        size = min(size, most, 16 * max(peaks))  # few points predict distant sizes poorly
+    elif has_failed:  # no prediction, or one far above a failed size
         size = math.isqrt(fitting * failing) if fitting else failing // 4
     else:
         size = min(most, 2 * fitting)
@@ -169,7 +169,7 @@ def _predict(peaks: Mapping[int, float], baseline: float, target: float) -> int 
         slope = (peaks[largest] - baseline) / largest
     if slope <= 0:
         return None
-    # Starts at the largest measured size, to keep the extrapolation short.
+    # Extrapolate from the largest measured size, to keep the distance short.
     return max(0, int(largest + (target - peaks[largest]) / slope + 1e-9))
 
 
@@ -181,9 +181,9 @@ def find_fastest(
     The first round times the largest size, its half, its quarter and so on. It ends at a size that
     is much slower than the best so far, because smaller sizes are slower still. Then the best
     size's neighbours are timed: the sizes smaller and larger by a factor of the square root of 2.
-    Short rounds of the best few follow, each in another order. Every round times all remaining
-    sizes, so a slow minute of the machine affects all of them. Of equally fast sizes, the smallest
-    wins.
+    Then short rounds time the best few sizes, each round in another order. Every round times all
+    remaining sizes, so a slow minute of the machine affects all of them. Of equally fast sizes, the
+    smallest wins.
     """
     generator = random.Random(0)  # the same order on all ranks
     trials: dict[int, list[Trial]] = {}

@@ -110,10 +110,10 @@ class TrialCallback(BaseCallback):
         check_single_loader(trainer)
         strategy, plugin, loop = trainer.strategy, trainer.precision_plugin, trainer.fit_loop
         self.device, self.ranks = strategy.root_device, trainer.world_size
-        # configure_optimizers has seen the user's limits, which must not end the trial.
+        # The user's limits must not end the trial. configure_optimizers has read them already.
         loop.max_epochs, loop.epoch_loop.max_steps = self.length[2], -1
         for config in trainer.lr_scheduler_configs:
-            vars(config.scheduler)["step"] = do_nothing  # under manual optimisation
+            vars(config.scheduler)["step"] = do_nothing  # a manual training_step may call it
         convert, log_value = plugin.convert_input, pl_module.log
 
         def convert_input(batch: Any) -> Any:  # the first function that receives a batch
@@ -140,7 +140,7 @@ class TrialCallback(BaseCallback):
         """Return a function that ends the trial on all ranks if one of them runs out of memory.
 
         Ranks exchange failures in an all-reduce after the function. With ``always=False`` only a
-        failed rank calls it here: it pairs with the next all-reduce of the other ranks.
+        failed rank calls the all-reduce here. It matches the next all-reduce of the other ranks.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ class TrialCallback(BaseCallback):
         self.clock.stop(keep=not is_short)
         self._seconds += self.clock.read(wait=True)
         steps, (min_steps, min_seconds, max_steps) = len(self._seconds), self.length
-        # Several ranks count steps only, so that all end at the same step.
+        # With several ranks only the steps count, so that all ranks end at the same step.
         timed = self.ranks > 1 or sum(self._seconds[1:]) >= min_seconds or steps >= max_steps
         if steps >= min_steps and timed:
             self.peak = self.meter.read()
@@ -198,8 +198,9 @@ class Trials:
     Args:
         trainer: The Trainer, which is about to fit ``module``.
         module: The model. Each trial trains a copy.
-        callbacks: The user's. Copies of this library's and of those in ``AVERAGING`` run in a
-            trial, so that their memory counts. Others might write, so they do not run.
+        callbacks: The user's callbacks. Copies of this library's callbacks and of those in
+            ``AVERAGING`` run in a trial, so that their memory counts. Other callbacks might write
+            files or logs, so they do not run.
         target: Share of the limit that a size may take.
         budget_mb: An additional limit on the memory of this process on its device.
         worst_batch: A function from a number of samples to the batch that measures memory.
@@ -228,7 +229,7 @@ class Trials:
     def find(
         self, mode: str, max_size: int | None, allowed: Callable[[int], int] = any_size
     ) -> FoundSizes:
-        """Search for the largest size, and for the fastest if ``mode`` says so.
+        """Search for the largest size, and for the fastest if ``mode`` is ``"fastest"``.
 
         ``allowed`` returns the largest allowed size up to the given one. It may read ``initial``.
         """
@@ -265,7 +266,7 @@ class Trials:
             stack.enter_context(isolate_rng())
             lightning_log = rank_zero.log
             stack.callback(lightning_log.setLevel, lightning_log.level)
-            lightning_log.setLevel(logging.WARNING)  # not the same advice after each trial
+            lightning_log.setLevel(logging.WARNING)  # hides advice that each trial repeats
             model = self._swap(stack, probe)
             try:
                 trainer._run(model)
@@ -294,12 +295,12 @@ class Trials:
         return Trial(probe.size or 0, peak <= self._target, peak, baseline, -negative_speed)
 
     def _swap(self, stack: ExitStack, probe: TrialCallback) -> pl.LightningModule:
-        """Replace what a run changes until ``stack`` is closed. Return the copy of the module."""
+        """Replace the objects that a run changes until ``stack`` closes. Return the model copy."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         model: pl.LightningModule
         model, callbacks = copy_or_share((module, self._callbacks), self._shared)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
-        # No metrics of a validation exist in a trial, and checkpoints must not be saved.
+        # A trial has no validation metrics for hooks to read, and must not save checkpoints.
         vars(model).update(on_train_epoch_end=do_nothing, configure_callbacks=do_nothing)
         stack.callback(probe.stack.close)
 

@@ -56,7 +56,7 @@ PER_TOKEN = "loss='mean_over_tokens'"
 
 
 class BatchRunner(AbstractClosure[ClosureResult]):
-    """Forward and backward passes of each batch, in parts. Replaces Lightning's closure.
+    """Runs forward and backward passes of each batch in parts, in place of Lightning's closure.
 
     Lightning calls :meth:`prepare` with each batch, and later the runner itself, usually within
     the optimizer's step. :meth:`closure` loops over attempts, :meth:`_attempt` over the parts of a
@@ -113,7 +113,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             raise MemoryError(UPDATE_ERROR + problem)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Run the batch and return its loss. Some optimizers do so several times per step."""
+        """Run the batch and return its loss. Some optimizers call it several times per step."""
         self._result = self.closure()
         return self._result.loss
 
@@ -214,7 +214,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return self._samples
 
     def _describe_largest_part(self, parts: int) -> tuple[str, int, int] | None:
-        """Return the largest part's shape pattern, elements per sample and samples, under DDP."""
+        """Under DDP, return the largest part's shape pattern, elements per sample and samples."""
         if not self._ranks.reduces:
             return None
         shape, elements = shape_of(self._batch)
@@ -290,7 +290,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         loops = package_of(strategy).loops
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            # The last part reduces gradients. Under DDP with "auto", `last_backward` does it.
+            # Only the last part reduces gradients; under DDP with "auto", `last_backward` does.
             no_reduction = not accumulating and (self._ranks.reduces or not is_last)
             with loops.utilities._block_parallel_sync_behavior(strategy, no_reduction):
                 loss, extra = self._forward(piece, number)

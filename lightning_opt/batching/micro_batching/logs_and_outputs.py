@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-"""Parameters of ``LightningModule.log`` after name and value, for positional arguments."""
+"""Positional parameters of ``LightningModule.log`` that follow name and value."""
 
 Weights = Sequence[Any]
 """One float or tensor per micro-batch."""
 
 
 class LogRecorder:
-    """Records ``self.log`` in ``training_step``, and logs once per batch.
+    """Records calls of ``self.log`` in ``training_step``, and logs merged values once per batch.
 
     Args:
         module: The module whose ``log`` is recorded.
@@ -129,7 +129,7 @@ def _widen(value: Any) -> Any:
 
 
 def _mean_of_caches(caches: Sequence[Any], weights: Weights) -> Any:
-    """Return a metric's value for the batch: the mean over the parts, exact only for means."""
+    """Return the mean of a metric's values over the parts. It is exact only for means."""
     if all(isinstance(cache, Tensor) and cache.ndim == 0 for cache in caches):
         return combine(caches, weights)
     return caches[-1]

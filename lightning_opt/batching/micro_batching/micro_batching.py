@@ -104,7 +104,7 @@ class MicroBatching(RunCallback):
         count: Callable[[Any], Any] | str | None = None,
     ) -> None:
         self.size = size if size == "auto" else check_at_least("size", size, 1)
-        self.runs_in_trials = size != "auto"  # a trial needs to see that memory runs out
+        self.runs_in_trials = size != "auto"  # a trial must see out-of-memory errors
         self.regrow_every = check_at_least("regrow_every", regrow_every, 1)
         if loss not in LOSSES:
             raise ValueError(f"loss must be one of {LOSSES}, got {loss!r}.")

@@ -23,7 +23,7 @@ Backward = Callable[[], None]
 CPU = torch.device("cpu")
 
 CAUTIOUS_BATCHES = 200
-"""For this many batches after an out-of-memory error, no size counts as proven."""
+"""Number of batches after an out-of-memory error in which no size is assumed to fit."""
 
 
 class OtherRankFailedError(Exception):
@@ -35,7 +35,7 @@ class NoHostGroupError(RuntimeError):
 
 
 class Ranks:
-    """Ranks that run the same number of micro-batches; without a group, a single process.
+    """The ranks that run the same number of micro-batches. Without a group: a single process.
 
     Attributes:
         reduces: Whether :meth:`last_backward` reduces gradients over ranks.
@@ -51,8 +51,8 @@ class Ranks:
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
         """Return the number of parts for all ranks. Every rank of the group must call this.
 
-        It is the largest number that any rank asks for, but at most the smallest number of samples
-        of any rank.
+        The result is the largest number that any rank needs, limited to the number of samples of
+        the rank with the fewest samples.
         """
         if self._group is None:
             return parts
@@ -77,9 +77,9 @@ class Ranks:
     def last_backward(
         self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, accumulating: bool
     ) -> None:
-        """Run the last backward pass of a batch and add the window's earlier gradients.
+        """Run the last backward pass of a batch, then add the gradients of earlier batches.
 
-        Nothing is reduced if ``accumulating``, that is in the middle of an accumulation window.
+        If ``accumulating``, more batches of the window follow and gradients are not reduced yet.
         """
         backward()
         if gradients is not None:
@@ -99,14 +99,14 @@ class Ranks:
 
 
 class HostRanks(Ranks):
-    """FSDP2's ranks. Their forward passes are collectives, so a batch cannot be rolled back.
+    """The ranks of FSDP2. Forward passes contain collectives, so a batch cannot be rolled back.
 
     Args:
         timeout: The timeout of the gloo group.
         size: Number of neighbouring ranks in each gloo group; None for all ranks.
 
     Raises:
-        NoHostGroupError: On all ranks, if a rank could not create its group.
+        NoHostGroupError: On all ranks, if any rank could not create its group.
     """
 
     def __init__(self, timeout: timedelta | None, size: int | None = None) -> None:
@@ -129,12 +129,13 @@ class HostRanks(Ranks):
 
 
 class DDPRanks(HostRanks):
-    """DDP's ranks, which roll a batch back together.
+    """The ranks of DDP, which roll a batch back together.
 
-    Before the last backward pass, ranks run without communication. Then one all-reduce over gloo
-    exchanges whether any rank failed. The last pass usually reduces gradients while it runs, and a
-    rank that fails there leaves the others waiting. So micro-batches that are not known to fit run
-    this pass without reduction; the ranks exchange failures again and then reduce.
+    Micro-batches run without communication until the last backward pass. Then one all-reduce over
+    gloo exchanges whether any rank has failed. The last pass usually reduces gradients while it
+    runs, so a rank that fails in it leaves the others waiting. If the micro-batches of any rank are
+    not known to fit, all ranks run the last pass without reduction, exchange failures again, and
+    then reduce the gradients.
     """
 
     reduces = True
@@ -169,7 +170,10 @@ class DDPRanks(HostRanks):
     def last_backward(
         self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, accumulating: bool
     ) -> None:
-        """Run the last backward pass; reduce gradients after all ranks have reached it."""
+        """Run the last backward pass, and exchange failures between ranks.
+
+        Gradients are reduced unless ``accumulating``.
+        """
         assert gradients is not None
         if accumulating or self._any_is_risky():
             backward()
@@ -221,7 +225,7 @@ def _explain_errors() -> Iterator[None]:
 
 
 def _expect_backward(model: DistributedDataParallel, outputs: Any) -> None:
-    """Make DDP reduce gradients in the next backward pass, as after a forward pass."""
+    """Make DDP reduce gradients in the next backward pass, as DDP's own forward pass does."""
     with replaced(model, require_backward_grad_sync=True):
         prepare_for_backward(model, outputs)
 
@@ -229,10 +233,10 @@ def _expect_backward(model: DistributedDataParallel, outputs: Any) -> None:
 def reduce_gradients(model: DistributedDataParallel) -> None:
     """Reduce every ``Parameter.grad`` through DDP's reducer, with its communication hooks.
 
-    The reducer runs when autograd adds to a gradient. So a backward pass adds zeros, which take no
-    memory, to each parameter, from the last to the first. The parameters' hooks have run already,
-    so they are removed during this pass. The model's last forward and backward passes must have
-    run under ``no_sync``.
+    The reducer runs when autograd accumulates a gradient. So an extra backward pass adds zeros to
+    each gradient, from the last parameter to the first. The zeros take no memory. The parameters'
+    hooks have run already, so they are removed during this pass. The model's last forward and
+    backward passes must have run under ``no_sync``.
     """
     parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
     if not parameters:
@@ -254,7 +258,7 @@ def reduce_gradients(model: DistributedDataParallel) -> None:
 
 
 class _AddZero(torch.autograd.Function):
-    """An identity whose backward pass gives a parameter a gradient of zeros."""
+    """Returns its input. Its backward pass adds a gradient of zeros to a parameter."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""Earlier gradients and hooks, which a retry must not repeat, and errors that end the run."""
+"""Protects earlier gradients and finished hooks from a retry; messages of final errors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ GUARDED_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward
 class HeldGradients:
     """Gradients of an accumulation window's earlier batches, set aside while a batch runs.
 
-    So a failed attempt cannot change them. They are added after the batch's last backward pass and
-    kept until the batch can no longer fail, which takes memory for a second gradient. At the first
-    batch of a window there are none.
+    A failed attempt therefore cannot change them. They are added after the batch's last backward
+    pass, and kept until the batch can no longer fail. This takes memory for a second set of
+    gradients, except at the first batch of a window, which has no earlier gradients.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -48,21 +48,21 @@ def read_batch(batch: Any) -> Reading:
 
     Raises:
         UnsplittableBatchError: If the parts of the batch have different numbers of samples, or if
-            none has a number.
+            no part has a number of samples.
     """
     counts = _counts(batch, is_top=True)
     if not counts:
         raise UnsplittableBatchError(_explain(batch))
     lists = dict(_lists(batch, counts[0], is_top=True))
-    # Beside a list that must hold samples, lists of the same length hold samples too.
+    # If one list must hold samples, the other lists of that length hold samples too.
     return Reading(counts[0], frozenset(lists if any(lists.values()) else ()))
 
 
 def samples_in(batch: Any, default: int) -> int:
     """Return the number of samples, for reports.
 
-    If the parts of the batch have different numbers, the first one counts; if there is none, the
-    ``default``.
+    If the parts of the batch have different numbers, the first number is returned; if no part has a
+    number, ``default`` is returned.
     """
     try:
         return read_batch(batch).samples
@@ -75,10 +75,10 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
     """Split a batch into parts of at most ``size`` samples, as equal as possible.
 
     Tensors, arrays and TensorDicts are cut along their first dimension, into views. Batches of
-    PyTorch Geometric are split into graphs. Lists and tuples have one entry per sample, or they
-    hold fields that are cut. Numbers, strings, ``None`` and tensors without dimensions belong to
-    every part. Mappings (including Hugging Face's), named tuples and dataclasses are rebuilt around
-    the parts.
+    PyTorch Geometric are split into graphs. Lists and tuples are cut if they have one entry per
+    sample; otherwise each of their entries is cut. Numbers, strings, ``None`` and tensors without
+    dimensions belong to every part. Mappings (including Hugging Face's), named tuples and
+    dataclasses are rebuilt around the parts.
 
     Args:
         batch: A batch as returned by the DataLoader.
@@ -235,7 +235,7 @@ def _is_shared(leaf: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    """Return whether the entries are read one by one, instead of the container itself."""
+    """Return whether the entries of a value are split one by one, instead of the value itself."""
     if isinstance(value, Tensor):  # fast path
         return False
     if isinstance(value, Mapping) or _is_dataclass(value) or _is_named_tuple(value):
@@ -251,8 +251,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _may_hold_samples(value: Any, is_top: bool = False) -> bool:
-    """Return whether a container is a list whose entries are alike; looks at three of them."""
-    # A batch such as (source, target) is no list of two tensors.
+    """Return whether a container is a list of similar entries. Only three of them are compared."""
+    # A batch such as (source, target) holds two fields, not two samples.
     if not _is_list(value) or (is_top and not _is_container(value[0])):
         return False
     kinds = {

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 MIN_LAYER_REPEATS = 4
-"""Repetitions of plain layers in a Sequential that make them blocks."""
+"""Plain layers in a Sequential are blocks if they repeat at least this many times."""
 
 Signature: TypeAlias = tuple[Any, ...]
 """Equal for modules of the same classes, structure and parameter shapes."""
@@ -31,11 +31,11 @@ class Block:
 def find_blocks(model: nn.Module) -> list[Block]:
     """Return the repeated blocks of ``model``, in order of registration; none contains another.
 
-    Children of one module that have the same class, and contain more than a plain layer, form a
-    run. Its members are the blocks, unless they consist of smaller blocks. A member does so if it
-    contains a longer run than its own (an encoder beside a decoder), or if members contain runs and
-    differ in shape (the stages of a hierarchical vision model). Experts and attention heads thus
-    stay inside their layer.
+    Children of one module form a run if they have the same class and contain more than a plain
+    layer. The members of a run are blocks, with two exceptions. In these, the smaller blocks inside
+    the members are returned: if a member contains a longer run than its own (an encoder beside a
+    decoder), and if members contain runs and differ in shape (the stages of a hierarchical vision
+    model). So experts and attention heads stay inside their layer.
     """
     return list(_collect(model, "", set()))
 
@@ -148,7 +148,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all children. Unlike ``named_children``, it repeats shared ones."""
+    """Yield all children, unwrapped. Unlike ``named_children``, it repeats shared children."""
     children = unwrapped(module)._modules.items()
     return ((name, unwrapped(child)) for name, child in children if child is not None)
 

@@ -1,4 +1,4 @@
-"""Which modules are compiled or checkpointed already, and how long torch.compile has taken."""
+"""Detects compiled and checkpointed modules, and measures the time of torch.compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_opt.core.modules.patching import forwards_of, replaced
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile runs this module itself."""
+    """Return whether this module itself is compiled, not only modules inside it."""
     return hooks_are_compiled(module) or _compiles_forward(module)
 
 
@@ -28,7 +28,7 @@ def is_checkpointed(module: nn.Module) -> bool:
     return (
         any(forward.recomputes for forward in forwards_of(module))
         or getattr(module, "gradient_checkpointing", False) is True  # Transformers
-        or type(module).__name__ == "CheckpointWrapper"  # torch's, whose module is slow to import
+        or type(module).__name__ == "CheckpointWrapper"  # torch's class, which is slow to import
     )
 
 
@@ -42,7 +42,7 @@ STANCE = SimpleNamespace(eager=False)
 
 @contextlib.contextmanager
 def run_eagerly() -> Iterator[None]:
-    """Run compiled modules uncompiled."""
+    """Run compiled modules uncompiled inside the context."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     with replaced(STANCE, eager=True):
         if set_stance is None:
@@ -53,7 +53,7 @@ def run_eagerly() -> Iterator[None]:
 
 
 def hooks_are_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile runs this module itself together with its hooks."""
+    """Return whether this module itself is compiled together with its hooks."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None  # module.compile()
         or "_orig_mod" in module._modules  # torch.compile(module)
@@ -87,7 +87,7 @@ class CompileClock:
             _handler().register_end_callback(self._end)
 
     def stop(self) -> None:
-        """Stop counting once every start has been matched."""
+        """Stop counting when every start has had its stop."""
         self._users -= 1
         if self._users == 0:
             self._since = None
@@ -110,7 +110,7 @@ CLOCK = CompileClock()
 
 
 def _handler() -> Any:
-    """Import torch's registry of callbacks, which takes seconds."""
+    """Return torch's registry of callbacks. Importing it takes seconds."""
     from torch._dynamo.callback import callback_handler
 
     return callback_handler

@@ -1,8 +1,8 @@
-"""Patches of objects that are not ours, and how each is undone.
+"""Patches objects of other libraries and of the user, and undoes the patches.
 
-:func:`replaced` sets attributes and remembers the previous values. :class:`ReplacedForward` is
-stored in the module and holds a reference to the ``forward`` below it, so that a patched module can
-be copied and pickled.
+:func:`replaced` sets attributes and stores the previous values. :class:`ReplacedForward` is stored
+in the module and holds a reference to the ``forward`` below it, so that a patched module can be
+copied and pickled.
 """
 
 from __future__ import annotations
@@ -120,5 +120,5 @@ def forwards_of(module: nn.Module) -> Iterator[ReplacedForward]:
 
 
 def do_nothing(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Replace the ``step`` of an optimizer or scheduler; only a closure is run."""
+    """Replacement for the ``step`` of an optimizer or scheduler. It only runs a given closure."""
     return closure() if callable(closure) else None

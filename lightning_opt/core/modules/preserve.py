@@ -37,8 +37,8 @@ ALWAYS_COPIED_BYTES = 64 * 2**10
 """Tensors up to this size are always copied, even if no step has written them."""
 
 MAX_ATTRIBUTE_BYTES = 64 * 2**20
-"""On the first batch larger tensor attributes, such as data sets, are not copied. Buffers of any
-size are copied."""
+"""Larger tensor attributes, such as data sets, are not copied on the first batch. Buffers of any
+size are copied then."""
 
 _Twister = ctypes.c_char * (625 * 4)
 """The state of Python's and NumPy's global generators: 624 words and a position."""
@@ -47,7 +47,7 @@ Undo = Callable[[], object]
 
 
 class CannotUndoError(RuntimeError):
-    """A failed step has changed something that was not copied."""
+    """Raised if a failed step has changed a value that was not copied."""
 
 
 class StepState:
@@ -71,7 +71,7 @@ class StepState:
         self._parameters = list(module.parameters())
         modules = list(module.modules())
         self._buffers = [owner._buffers for owner in modules if owner._buffers]
-        # torch's own layers, which most modules are, have no state in attributes.
+        # Most modules are torch's own layers, which have no state in attributes.
         self._attributes = [vars(owner) for owner in modules if has_user_state(type(owner))]
         self._written: set[tuple[int, Any]] | None = None
         self.parameters_change = False
@@ -210,14 +210,14 @@ class _SavedTensor(NamedTuple):
         return _version(self.tensor) != self.version
 
     def is_written(self) -> bool:
-        """Return whether the tensor has changed, also through ``.data``, which has no version."""
+        """Return whether the tensor has changed, even by ``.data``, which keeps the version."""
         if self.copy is None or self.copy.layout is not torch.strided:
             return self.changed
         return self.changed or not torch.equal(self.copy, self.tensor)
 
 
 def _version(tensor: Tensor) -> int:
-    # Inference tensors, such as those of validation, have no version; training cannot write them.
+    # Inference tensors (from validation) have no version, and training cannot write them.
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -275,7 +275,7 @@ def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = (
 class _GlobalGenerator:
     """Python's or NumPy's global generator, whose state is read and written only if it has changed.
 
-    Both are Mersenne Twisters. To compare their memory takes 1 us, to read the state 25 us.
+    Both are Mersenne Twisters. Comparing their memory takes 1 us. Reading the state takes 25 us.
 
     Args:
         memory: Returns the generator's memory, or None if that cannot be read.
@@ -311,7 +311,7 @@ class _GlobalGenerator:
 
 def _numpy_memory() -> bytes | None:
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(bits) is not np.random.MT19937:  # another one was set
+    if type(bits) is not np.random.MT19937:  # the user has set another one
         return None
     return _Twister.from_address(bits.ctypes.state_address).raw
 
@@ -323,7 +323,7 @@ def _python_memory() -> bytes | None:
 
 @functools.cache
 def _python_address() -> int | None:
-    """Return where CPython stores the position and the words: behind the object's header."""
+    """Return the address of the generator's state in CPython: right after the object's header."""
     generator = getattr(random.random, "__self__", None)
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
         return None

@@ -51,7 +51,7 @@ def pending_groups(gradient: Tensor) -> Groups:
     ``SequenceParallel`` leaves such gradients in ``Parameter.grad``; the optimizer completes them.
 
     Raises:
-        RuntimeError: For another pending reduction than a sum.
+        RuntimeError: If a pending reduction is not a sum.
     """
     if not is_dtensor(gradient):
         return UNSHARDED

@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 def snapshot(module: nn.Module, excluded: type[nn.Module]) -> Snapshot:
     """Copy the state that ``StepState`` covers, except random numbers and parameters.
 
-    Submodules of the type ``excluded`` are left out.
+    Submodules of the type ``excluded`` are skipped.
     """
     visited: set[int] = set()
     return {
@@ -67,7 +67,7 @@ def _values(name: str, value: Any, visited: set[int], depth: int) -> Iterator[tu
 
 
 def advanced(once: Snapshot, twice: Snapshot, parts: Snapshot) -> list[str]:
-    """Return the names of state that advances with each step, rather than with each sample.
+    """Return the names of values that change with each step, rather than with each sample.
 
     Args:
         once: The snapshot after one step on some samples.

@@ -1,4 +1,4 @@
-"""Which attributes of a module are state that a training step may change."""
+"""Decides which attributes of a module are state that a training step may change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _is_user_class(kind: type) -> bool:
 
 
 def _is_refillable(kind: Any) -> bool:
-    """Return whether a container has Python's own methods; a frozen configuration does not."""
+    """Return whether a container changes by Python's own methods, unlike a frozen configuration."""
     builtin_bases = [
         base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")
     ]

@@ -44,7 +44,7 @@ def without_side_effects(
         stack.enter_context(
             replaced(
                 module,
-                log=lambda *args, **kwargs: None,  # `do_nothing` would call a metric
+                log=lambda *args, **kwargs: None,  # not `do_nothing`: it calls metrics
                 manual_backward=lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
             )
         )
@@ -202,9 +202,9 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the memory that a tensor has on this rank; none for a sparse tensor.
+    """Yield the storages of a tensor on this rank; none for a sparse tensor.
 
-    Wrappers such as DTensors have no memory themselves, but their inner tensors have.
+    For wrappers such as DTensors, these are the storages of the inner tensors.
     """
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -215,5 +215,4 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def returns_views(func: Any) -> bool:
-    """Return whether the operator ``func`` returns views of its arguments."""
     return any(result.alias_info is not None for result in func._schema.returns)

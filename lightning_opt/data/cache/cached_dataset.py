@@ -18,22 +18,23 @@ class CachedDataset(Caching, Dataset[Any]):
     """Wraps a map-style dataset, and computes each item once, within a limited cache.
 
     Items are kept as bytes, and each fetch makes a new object from them. Changing an item therefore
-    does not change the cache, and ``max_bytes`` counts exactly what is stored. Tensors come back
-    contiguous; everything else comes back as pickle restores it.
+    does not change the cache, and ``max_bytes`` counts exactly the stored bytes. Tensors are
+    returned contiguous; everything else is returned as pickle restores it.
 
     Args:
-        dataset: Has ``__getitem__``, and ``__len__`` if the sampler needs it. An item is a function
-            of its index: put random augmentation behind the cache, not before it.
+        dataset: A dataset with ``__getitem__``, and with ``__len__`` if the sampler needs it. An
+            item must depend only on its index: apply random augmentation after the cache, not
+            before it.
         max_bytes: The limit on all cached items, at least 1.
         policy: ``"lru"`` evicts the least recently used item. ``"keep"`` evicts nothing: a full
-            cache stays as it is, which is better for whole epochs that do not fit.
-        storage: ``"memory"``: in memory (``/dev/shm``) that all workers of this object's loaders
-            share, and that is freed together with the object. Each rank has its own.
-            ``"disk"``: in a file, for later runs and for all ranks on a machine.
+            cache stays as it is, which is better if an epoch does not fit.
+        storage: ``"memory"``: in memory (``/dev/shm``), shared by all workers of this object's
+            loaders and freed together with the object. Each rank has its own cache. ``"disk"``: in
+            a file, for later runs and for all ranks on a machine.
         key: A name for the version of the items, required on disk. Later runs find items by it and
             by the name of the dataset's class, so change it whenever the items change.
         folder: The folder of the file, for ``"disk"``; default is ``lightning_opt`` in the user's
-            cache folder. Datasets may share a folder, and then its limit.
+            cache folder. Datasets in the same folder share its limit.
         allow_random: Skip the check for random items; the first draw is then cached.
 
     Raises:
@@ -98,7 +99,7 @@ class CachedDataset(Caching, Dataset[Any]):
         for position, item in zip(missing, fetched, strict=True):
             data = found[position] = encode(item)
             self._keep(names[position], data)
-        # Decoded the first time too, so that items are always contiguous and never shared.
+        # Decode new items too, so that items are always contiguous and never shared.
         return [decode(data) for data in found if data is not None]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The base of cached datasets and functions: their store, its folder and its counts."""
+"""The base class of cached datasets and functions, with store, folder and counters."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class Caching:
 def check_private(folder: Path) -> None:
     """Create ``folder`` if needed, and raise if other users could write items to it.
 
-    Items are pickles, so whoever writes them can run code in the process that reads them. Root may
-    use the folders of all users: in containers it is the usual user, and folders are mounted.
+    Items are pickles, so a user who writes them can run code in the process that reads them. Root
+    may use the folders of all users, because containers usually run as root and mount folders.
 
     Raises:
         ValueError: If the folder belongs to another user, or if everybody may write to it.
@@ -162,7 +162,7 @@ def memory_folder(max_bytes: int, owner: object) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=MEMORY_PREFIX, dir=root))
     lock = (folder / "new lock").open("wb")
     _lock(lock)
-    # Visible to other processes only once it is locked.
+    # Other processes look for this name, so it appears only after the lock is taken.
     (folder / "new lock").rename(folder / "lock")
     weakref.finalize(owner, _remove, folder, os.getpid(), lock)
     return folder
@@ -188,7 +188,7 @@ def _remove_leftovers(root: Path) -> None:
     if fcntl is None:
         return
     for folder in root.glob(f"{MEMORY_PREFIX}*"):
-        with suppress(OSError):  # being made or removed
+        with suppress(OSError):  # another process creates or removes it
             if folder.lstat().st_uid == os.getuid():
                 with (folder / "lock").open("rb") as lock:
                     if _lock(lock):

@@ -52,11 +52,11 @@ OTHERS = """
 class Store:
     """Stores bytes by name in an SQLite file whose pages take at most ``max_bytes``.
 
-    SQLite locks the file between processes, of different containers too, stores an item completely
-    or not at all, and limits the size. The cost to store or evict an item does not depend on the
-    number of items. Each item has a checksum; an item that fails it, after a bad sector, say, is
-    deleted and counts as a miss. The file is not flushed to the disk, so after a power failure it
-    may be unreadable; it is then started over.
+    SQLite locks the file between processes, including processes in different containers. It stores
+    an item completely or not at all, and limits the size. The cost to store or evict an item does
+    not depend on the number of items. Each item has a checksum. An item with a wrong checksum, for
+    example after a bad sector, is deleted and counts as a miss. The file is not flushed to the
+    disk, so after a power failure it may be unreadable. It is then deleted and created again.
 
     An error of the file counts as a miss; an item that cannot be written is not stored.
 
@@ -94,7 +94,7 @@ class Store:
                     self._connection = self._connect()
                 return work(self._connection)
             except sqlite3.OperationalError:
-                pass  # locked for too long, no room on the disk, or gone
+                pass  # the file is locked for too long, does not fit on the disk, or is gone
             except sqlite3.DatabaseError as error:
                 if type(error) is not sqlite3.DatabaseError:
                     raise
@@ -112,7 +112,7 @@ class Store:
         return connection
 
     def get(self, name: str) -> bytes | None:
-        """Return the data stored under ``name`` if its checksum fits, or None."""
+        """Return the data stored under ``name`` if its checksum matches, or None."""
 
         def find(database: sqlite3.Connection) -> bytes | None:
             query = "SELECT id, checksum, data FROM items JOIN contents USING (id)"
@@ -126,7 +126,7 @@ class Store:
                     database.execute(BEGIN)
                     _delete(database, key)
                 return None
-            if self.policy == "lru":  # written to the file together with the next stored item
+            if self.policy == "lru":  # the next stored item writes it to the file
                 self._touched.pop(name, None)
                 self._touched[name] = None
             return data  # type: ignore[no-any-return]

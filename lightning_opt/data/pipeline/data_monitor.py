@@ -30,8 +30,8 @@ class DataMonitor(RunCallback):
     """Logs the share of time that training waits for data, and warns if it is large.
 
     It measures how long the host waits for each batch, as a share of the time since the last
-    report, without validation. Without workers, that is the time to make the batch. On an
-    accelerator, where the host runs ahead, it is an upper bound of the device's wait.
+    report. Validation is excluded. Without workers, the wait is the time to create the batch. On an
+    accelerator, where the host runs ahead, the share is an upper bound of the device's wait.
 
     Logged every ``every_n_steps`` batches, for this process (rank 0 of several):
 
@@ -42,7 +42,7 @@ class DataMonitor(RunCallback):
 
     Args:
         every_n_steps: Batches between reports, at least 1.
-        threshold: Wait fraction from which the run counts as data-bound.
+        threshold: Wait fraction above which the run counts as data-bound.
         patience: Consecutive reports above the threshold before the only warning.
 
     Raises:
@@ -77,13 +77,13 @@ class DataMonitor(RunCallback):
         return self._total_wait / self._total_time if self._total_time else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the time before and after each fetch."""
+        """Start to measure the time of each fetch."""
         self.release(trainer)
         self._reset()
         loop = trainer.fit_loop.epoch_loop
         before, after = loop._on_before_fetch, loop._on_after_fetch
 
-        # The loop calls these anyway, for its profiler.
+        # The loop calls these methods around each fetch, for its profiler.
         def on_before_fetch() -> None:
             before()
             self._fetch_start = time.perf_counter()

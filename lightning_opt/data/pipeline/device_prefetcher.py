@@ -33,11 +33,11 @@ class DevicePrefetcher(RunCallback):
     step ends with reading a value from the device (``loss.item()``), nothing overlaps.
 
     On other devices, and for a model or data module with its own ``transfer_batch_to_device``, it
-    does nothing, and logs that. A batch with anything other than tensors and plain values is copied
-    as usual, because memory of hidden tensors could be reused too early.
+    does nothing, and logs a message. A batch with anything other than tensors and plain values is
+    copied as usual, because memory of hidden tensors could be reused too early.
 
     Raises:
-        ValueError: In ``setup`` if there are two.
+        ValueError: In ``setup`` for a second instance.
 
     Args:
         None.
@@ -58,7 +58,7 @@ class DevicePrefetcher(RunCallback):
         self.copies = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replace the model's transfer, if batches are copied to a GPU."""
+        """Replace the model's ``transfer_batch_to_device``, if batches are copied to a GPU."""
         self.release(trainer)
         self.copies = 0
         device = trainer.strategy.root_device
@@ -96,7 +96,7 @@ class DevicePrefetcher(RunCallback):
             )
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Restore the model's transfer."""
+        """Restore the model's ``transfer_batch_to_device``."""
         self._patches.close()
 
 
@@ -115,7 +115,7 @@ def copy_on_stream(
         batch = copy()
     current.wait_stream(side)
     for tensor in tensors_of(batch):
-        # Else the allocator could reuse the memory for the next copy on `side` while `current`
+        # Otherwise the allocator could reuse the memory for the next copy on `side` while `current`
         # still reads it.
         tensor.record_stream(current)
     return batch

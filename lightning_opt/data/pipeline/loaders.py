@@ -60,13 +60,13 @@ def attributes_for(loader: DataLoader[Any], settings: LoaderSettings) -> dict[st
         "pin_memory": settings.pin,
         "persistent_workers": settings.persistent and settings.workers > 0,
         "timeout": loader.timeout if settings.workers else 0,  # torch allows it with workers only
-        # torch would advise against more workers than CPUs, but this number was measured.
+        # Silences torch's warning about more workers than CPUs: this number was measured.
         "check_worker_number_rationality": do_nothing,
     }
 
 
 def reason_to_skip(loader: Any) -> str | None:
-    """Return why the settings of ``loader`` must not be changed, or None."""
+    """Return the reason why the settings of ``loader`` must not be changed, or None."""
     if not isinstance(loader, DataLoader):
         return f"{type(loader).__qualname__} is not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -80,7 +80,10 @@ def reason_to_skip(loader: Any) -> str | None:
 
 
 def _reason_to_skip_sampler(loader: DataLoader[Any]) -> str | None:
-    """Return why workers, which run a sampler ahead and start it twice, could change the order."""
+    """Return the reason why workers could change the order of a sampler, or None.
+
+    A loader with workers starts its sampler twice and runs it ahead.
+    """
     sampler = loader._index_sampler
     try:
         twin = copied_sampler(loader)

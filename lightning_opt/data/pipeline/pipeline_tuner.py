@@ -47,36 +47,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEASUREMENT_SECONDS = 0.4
-"""Seconds of one measurement."""
+"""Duration of one measurement, in seconds."""
 
 MAX_WAITING_WORKERS = 16
-"""Maximum workers beyond the share of the CPUs, if items wait for a disk or a network."""
+"""Maximum number of workers if items wait for a disk or network, unless the CPUs allow more."""
 
 
 class DataPipelineTuner(RunCallback):
     """Measures the training loader before the first step, and keeps the fastest settings.
 
     It tries a few numbers of workers, values of ``prefetch_factor`` and, on CUDA, pinned memory, on
-    the real dataset with the real training step (forward and backward pass) between the batches,
-    and stops as soon as the loader is no longer the bottleneck. The loader is changed in place and
-    restored after the run: dataset, sampler (DDP's too), collate function, generator and subclass
-    stay the same.
+    the real dataset. Between the batches it runs the real training step (forward and backward
+    pass). It stops as soon as the loader is no longer the bottleneck. The loader is changed in
+    place and restored after the run: dataset, sampler (DDP's too), collate function, generator and
+    subclass stay the same.
 
-    The order of samples is the same as without it. Measuring touches neither the dataset nor the
+    The order of samples is the same as without it. Measurements do not change the dataset or the
     sampler of this process, and random state is restored. Some loaders stay unchanged, with a
     warning that gives the reason: iterable datasets, several training loaders, datasets that cannot
     be pickled for spawned workers, samplers that draw batch by batch, and loaders whose trial
-    fails. Random augmentation in workers draws different numbers, as with every change of
-    ``num_workers``.
+    fails. Random augmentation in workers draws different numbers, as it does whenever
+    ``num_workers`` changes.
 
-    With several processes, all use the settings that are best for the slowest. A resumed run uses
-    the settings of its checkpoint.
+    With several processes, all of them use the settings that are best for the slowest process. A
+    resumed run uses the settings of its checkpoint.
 
     Args:
-        max_workers: The largest number of workers per process; None for its share of the CPUs that
-            affinity and control groups allow, or up to 16 where items wait for a disk or a network.
-        prefetch: Values of ``prefetch_factor`` to try, the usual one first.
-        pin: ``"auto"`` tries pinned memory on CUDA; or whether to pin.
+        max_workers: The largest number of workers per process. None uses the process's share of the
+            CPUs that affinity and control groups allow, or up to 16 if items wait for a disk or a
+            network.
+        prefetch: Values of ``prefetch_factor`` to try; the first is used while the number of
+            workers is chosen.
+        pin: ``"auto"`` tries pinned memory on CUDA; True or False sets it.
         persistent: Keep workers from one epoch to the next, unless the dataset has ``set_epoch``,
             which does not reach running workers.
         budget_seconds: Seconds after which no further trial starts, and the limit of each trial.
@@ -87,7 +89,7 @@ class DataPipelineTuner(RunCallback):
         chosen: The chosen settings, or None if the loader stays unchanged.
 
     Raises:
-        ValueError: In ``__init__`` for arguments out of range; in ``setup`` if there are two.
+        ValueError: In ``__init__`` for arguments out of range; in ``setup`` for a second instance.
 
     Example:
         >>> import lightning as L
@@ -163,7 +165,7 @@ class DataPipelineTuner(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any
     ) -> None:
         """Tune ``loader``, or apply the settings that were chosen for an earlier one."""
-        self._restore_loader()  # the earlier one, if loaders are reloaded each epoch
+        self._restore_loader()  # the previous loader, if loaders are reloaded each epoch
         device = trainer.strategy.root_device
         try:
             reason = self._reason_to_skip(trainer, loader)
@@ -190,7 +192,7 @@ class DataPipelineTuner(RunCallback):
             before = settings_of(loader)
             self._loader_patches.close()
             if settings_of(loader) != before:
-                vars(loader)["_iterator"] = None  # ends the workers kept for the next epoch
+                vars(loader)["_iterator"] = None  # ends persistent workers
 
     def _reason_to_skip(self, trainer: pl.Trainer, loader: Any) -> str | None:
         if self._is_unsupported:
@@ -233,10 +235,10 @@ class DataPipelineTuner(RunCallback):
                 return None
             try:
                 measured = time_loader(loader, indices, settings, step, MEASUREMENT_SECONDS, limit)
-            except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
+            except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
                 failure, measured = f"{settings} failed: {error}", (math.inf, 1.0)
             seconds, wait = largest_over_ranks(measured, device)
-            if math.isinf(seconds):  # on any rank: all ranks stop here
+            if math.isinf(seconds):  # a rank has failed, so all ranks stop
                 raise ProbeError(failure)
             return Measured(settings, seconds, wait)
 
@@ -244,7 +246,7 @@ class DataPipelineTuner(RunCallback):
         search = Search(
             measure,
             max_workers=largest if self.max_workers is None else self.max_workers,
-            # Without workers, the sampler's later random draws would differ.
+            # Keep workers if there were any: without them, later draws of the sampler would differ.
             min_workers=int(present.workers > 0),
             prefetch=self.prefetch,
             pins=self._pins(trainer, present),
@@ -275,7 +277,7 @@ class DataPipelineTuner(RunCallback):
         batch: Any,
         written: WrittenParameters,
     ) -> tuple[Callable[[Any], object], float]:
-        """Return a training step without lasting effects, and its seconds; 0 if it fails."""
+        """Return a training step for trials, and its duration in seconds; 0 if it fails."""
 
         def step(batch: Any) -> None:
             run_step(trainer, pl_module, prepare_batch(trainer, pl_module, batch), 0)
@@ -298,7 +300,7 @@ class DataPipelineTuner(RunCallback):
         (seconds,) = largest_over_ranks([seconds], trainer.strategy.root_device)
         if math.isinf(seconds):
             return lambda batch: None, 0.0
-        if trainer.world_size > 1:  # ranks take different numbers of steps, so none may reduce
+        if trainer.world_size > 1:  # ranks run unequal numbers of steps, so reductions would hang
             return lambda batch: time.sleep(seconds), seconds
         return step, seconds
 
@@ -318,7 +320,7 @@ class DataPipelineTuner(RunCallback):
         original_reset = iterator._reset
 
         def reset(loader: DataLoader[Any], *arguments: Any) -> None:
-            # Only a new iterator draws a base seed, and the sampler's next seed depends on it.
+            # A new iterator draws a base seed, and the sampler's next seed depends on that draw.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             original_reset(loader, *arguments)
 
@@ -357,7 +359,7 @@ class DataPipelineTuner(RunCallback):
 
 
 def max_workers_for(cpus: int, processes: int, busy: float) -> int:
-    """Return each process's share of the CPUs, or more if its CPU is busy only part of the time."""
+    """Return the number of CPUs per process, or more if items leave the CPU partly idle."""
     share = max(1, cpus // max(1, processes))
     limit = MAX_WAITING_WORKERS
     return max(share, min(limit, int(share / max(busy, 1 / limit))))

@@ -38,10 +38,10 @@ class ProbeError(Exception):
 def probe(
     loader: DataLoader[Any], indices: Iterator[Any], timeout: float
 ) -> tuple[float, float, Any, str | None]:
-    """Measure, in a separate process, the time of a batch without workers.
+    """Measure the time of a batch without workers, in a separate process.
 
-    The main process never fetches an item, so its dataset keeps its state, and no file of it is
-    open when workers are forked.
+    The main process never fetches an item, so its dataset keeps its state and has no open file when
+    workers are forked.
 
     Args:
         loader: The loader.
@@ -49,11 +49,12 @@ def probe(
         timeout: Seconds to wait for the process.
 
     Returns:
-        Seconds to fetch and collate a batch; the share of them in which a CPU worked, as opposed to
-        waiting for a disk, say; the first batch; and the evidence that items are random, or None.
+        Seconds to fetch and collate a batch; the share of this time in which the CPU was busy,
+        instead of waiting for example for a disk; the first batch; and the evidence that items are
+        random, or None.
 
     Raises:
-        ProbeError: If it fails, with the error.
+        ProbeError: If the process fails; the message has the reason.
     """
     context: Any = loader.multiprocessing_context or multiprocessing.get_context(
         torch.multiprocessing.get_start_method()
@@ -92,7 +93,7 @@ def _fetch(pipe: Any, fetcher: Any, indices: list[Any]) -> None:
     torch.set_num_threads(1)  # as in a worker: threads of OpenMP do not survive a fork
     try:
         used, begin = time.process_time(), time.perf_counter()
-        first, count = fetcher.fetch(indices[0]), 0  # not counted, since it opens files
+        first, count = fetcher.fetch(indices[0]), 0  # not timed, because it opens files
         opened = now = time.perf_counter()
         for index in indices[1:]:
             fetcher.fetch(index)
@@ -102,7 +103,7 @@ def _fetch(pipe: Any, fetcher: Any, indices: list[Any]) -> None:
         busy = (time.process_time() - used) / (now - begin)
         index = indices[0][0] if fetcher.auto_collation else indices[0]
         evidence = find_randomness(fetcher.dataset, [index])
-        # The mean, so that items which are rarely slow count too.
+        # The mean also covers items that are rarely slow.
         answer = encode(((now - opened) / count, busy, first, evidence))
     except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
         answer = encode(f"{type(error).__name__}: {error}")
@@ -124,7 +125,7 @@ def time_loader(
         indices: The indices to fetch.
         settings: The settings to measure, with at least one worker.
         step: Called with each batch.
-        seconds: About how long to measure.
+        seconds: Approximate duration of the measurement.
         limit: Seconds after which the trial fails, and the longest wait for one batch.
 
     Raises:

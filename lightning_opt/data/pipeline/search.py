@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from lightning_opt.data.pipeline.loaders import LoaderSettings
 
 TRIVIAL_SECONDS = 2e-4
-"""Seconds per batch below which workers cannot pay: about the time to receive a batch."""
+"""Below these seconds per batch, workers are not tried: receiving a batch takes as long."""
 
 MAX_WAIT = 0.03
-"""Share of time spent waiting at which the loader is not the bottleneck."""
+"""Up to this share of time spent waiting, the loader is not the bottleneck."""
 
 MIN_GAIN = 0.03
 """Minimum gain of a better setting; less is noise."""
@@ -28,7 +28,7 @@ class Measured:
     Attributes:
         settings: The setting.
         seconds: Seconds per batch with its training step.
-        wait: Share of them that is spent waiting for data.
+        wait: Share of these seconds that is spent waiting for data.
     """
 
     settings: LoaderSettings
@@ -44,13 +44,14 @@ class Search:
         measure: Measures one setting, or returns None when the time is up.
         max_workers: The largest number of workers.
         min_workers: The smallest number of workers.
-        prefetch: Values of ``prefetch_factor``; the first is used while workers are chosen.
+        prefetch: Values of ``prefetch_factor``; the first is used while the number of workers is
+            chosen.
         pins: Values of ``pin_memory``; the second is tried last.
         persistent: ``persistent_workers`` of every setting with workers.
 
     Attributes:
         tried: All measurements, in order.
-        reason: Why the search ended.
+        reason: The reason why the search ended.
     """
 
     measure: Callable[[LoaderSettings], Measured | None]
@@ -91,7 +92,7 @@ class Search:
             self._try_pins()
         limit = math.inf if self.min_workers else (1 - MIN_WORKER_GAIN) * without_workers.seconds
         if self._best is not None and self._best.seconds > limit:
-            self._try(self._best.settings)  # the machine may have been slow for that half second
+            self._try(self._best.settings)  # measure again: the machine may have been slow
         if self._best is not None and self._best.seconds <= limit:
             return self._best.settings
         if self.min_workers:
@@ -101,7 +102,7 @@ class Search:
         return without_workers.settings
 
     def _try_numbers_of_workers(self, guess: int) -> None:
-        """Start with ``guess`` workers, double while it helps, then halve unless it costs time."""
+        """Start with ``guess`` workers, double while it helps, then halve while that is free."""
         start = workers = max(1, self.min_workers, min(self.max_workers, guess))
         best = self._try(self._with_workers(workers))
         while best and workers < self.max_workers and not self._is_enough():

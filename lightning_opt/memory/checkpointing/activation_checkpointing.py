@@ -97,9 +97,9 @@ class ActivationCheckpointing(RunCallback):
         interval: For ``"block"`` and ``"every_nth"``: how many blocks, at least 1.
         modules: Modules to use as blocks instead of the repeated ones: qualified names, shell
             patterns (``"encoder.layers.*"``), classes or their names.
-        min_flops: For ``"selective"``: the number of operations that makes an operator expensive
-            or, below 1, its share of the block's; ``None`` selects every matrix product,
-            convolution and attention.
+        min_flops: For ``"selective"``: operators with at least this number of operations are
+            expensive; below 1, it is a share of the block's operations. ``None`` selects every
+            matrix product, convolution and attention.
         budget_mb: For ``"auto"``: megabytes for parameters, buffers, gradients, optimizer states
             and activations together.
         budget: For ``"auto"``: share of the activations' peak without recomputation, above 0.
@@ -304,8 +304,8 @@ class ActivationCheckpointing(RunCallback):
     def describe(self) -> Report:
         """Return a table of the blocks: class, parameters and treatment.
 
-        Under ``"auto"``, once planned, also the order of execution, the memory used if the block is
-        not recomputed, and the time of its recomputation.
+        Under ``"auto"``, once planned, it also has the order of execution, the memory used if the
+        block is not recomputed, and the time of its recomputation.
         """
         treatment = {block: group.treatment for group in self.plan for block in group.blocks}
         rows: list[dict[str, Any]] = [

@@ -107,7 +107,7 @@ class StepPlan:
     Attributes:
         plan: The blocks to recompute.
         predicted: Predicted peak of the activations, in bytes.
-        peak: The same, measured.
+        peak: Measured peak of the activations, in bytes.
         excess: Bytes above the limit, as the maximum over ranks.
     """
 
@@ -243,9 +243,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Return a plan for this batch.
 
-    With several ranks, all of them measure the first batch and none measures a later one, because a
-    later batch may be larger on one rank only. That rank then uses the plan with the smallest peak;
-    with sharded parameters, it keeps the first plan.
+    With several ranks, all ranks measure the first batch. No rank measures a later batch, because
+    it may be larger on one rank only. That rank then uses the plan with the smallest peak; with
+    sharded parameters, it keeps the first plan.
 
     Raises:
         BudgetError: If no plan meets a strict budget.
@@ -307,8 +307,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 def growth(known: Shapes, other: Shapes) -> float:
     """Return an upper bound of the factor by which activations grow between two batches.
 
-    Activations grow with the number of elements; those of attention also with the length, so the
-    largest growth of one dimension is a second factor. For a smaller batch the bound is at most 1.
+    Activations grow with the number of elements. The activations of attention also grow with the
+    length, so the bound has the largest growth of one dimension as a second factor. For a smaller
+    batch the bound is at most 1.
     """
     elements = [sum(map(math.prod, shapes)) for shapes in (known, other)]
     element_growth = elements[1] / max(1, elements[0])

@@ -40,12 +40,12 @@ PLAIN_TYPES = (
     nn.Module,
 )
 PLAIN_LEAVES = (Tensor, *PLAIN_TYPES)
-# Levels of nested attributes and items that are compared. Key-value caches need this many.
+# Maximum depth to which nested attributes and items are compared. Key-value caches need it.
 MAX_DEPTH = 5
 
 
 class Probe(Protocol):
-    """Contexts around each run and each recomputation of a module, used to measure."""
+    """Context managers that measure each run and each recomputation of a module."""
 
     def forward(self, module: nn.Module) -> AbstractContextManager[Any]: ...
 
@@ -57,7 +57,8 @@ class CheckpointedForward(ReplacedForward):
 
     Args:
         module: The module whose ``forward`` this replaces.
-        chain: Joins consecutive calls into segments. None: use torch's checkpoint.
+        chain: Joins consecutive calls into segments; ``None`` uses torch's ``checkpoint`` for each
+            call.
         selection: The operators whose outputs are kept; ``None`` keeps only the inputs.
     """
 
@@ -72,7 +73,7 @@ class CheckpointedForward(ReplacedForward):
         self.probe: Probe | None = None
         self.has_run = False
         self.state = WrittenState(module)
-        # The device of a parameter counts even if no argument is on it.
+        # The random state of the parameters' device is restored even if no argument is on it.
         self.parameter = next(module.parameters(), None)
         values = (value for part in module.modules() for value in vars(part).values())
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
@@ -95,7 +96,7 @@ class CheckpointedForward(ReplacedForward):
             return self._run(args, kwargs)
         if not self.state.read_only:
             return self._run_outside_of_the_graph(args, kwargs)
-        # Dynamo traces this as one operator that handles random state itself.
+        # Dynamo traces torch's checkpoint as one operator, which handles random state itself.
         module, cls, shadowed = self.module, type(self.module), self.shadowed
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ class CheckpointedForward(ReplacedForward):
         leaves, run.leaves = run.leaves, []
         if self.chain is not None:
             return self.chain.run(run, leaves)
-        # torch detects inputs that were changed in place only if they are separate arguments.
+        # Pass each input separately: otherwise torch does not detect in-place changes of inputs.
         return checkpoint(
             run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
         )
@@ -123,8 +124,9 @@ class CheckpointedForward(ReplacedForward):
 class Run:
     """One forward pass through a module, and its recomputations.
 
-    The first call is the forward pass. As a context manager it restores the state of that pass for
-    a recomputation. It can be entered repeatedly, because a graph may have several backward passes.
+    The first call is the forward pass; each later call is a recomputation. Inside the context of
+    this object, the state of the forward pass is restored. The context can be entered repeatedly,
+    because a graph may have several backward passes.
     """
 
     def __init__(
@@ -154,10 +156,10 @@ class Run:
         self._undo: list[Undo] = []
 
     def contexts(self) -> ContextPair:
-        """Return the contexts for torch's checkpoint; this object is the one of the recomputation.
+        """Return the contexts of the forward pass and the recomputation, for torch's checkpoint.
 
-        The selection's own context is entered after the state is copied, so it does not record
-        the copies.
+        The recomputation's context is this object. It enters the selection's context after it has
+        copied the state, so the selection does not record the copies.
         """
         selection = self._owner.selection
         if selection is None:
@@ -192,7 +194,8 @@ class Run:
 
     def _first(self) -> Any:
         owner = self._owner
-        (args, kwargs), self._arguments = self._arguments, None  # a block may append to a list
+        # Pass the original objects, because a block may append to a list.
+        (args, kwargs), self._arguments = self._arguments, None
         tensors, self._tensors = self._tensors, []
         objects, self._objects = self._objects, []
         contents = contents_of(objects) if objects else []
@@ -205,7 +208,7 @@ class Run:
                 output = owner.original(*args, **kwargs)
         self._written = owner.state.written_since(self._saved)
         self._saved = []
-        if not owner.has_run:  # later, autograd's own error suffices
+        if not owner.has_run:  # in later runs, autograd raises its own error
             owner.has_run = True
             for tensor, version in zip(watched, versions, strict=True):
                 if tensor._version != version:
@@ -241,7 +244,7 @@ def _changed(module: nn.Module, item: Any) -> InputChangedError:
 
 
 def contents_of(objects: Iterable[Any]) -> list[Any]:
-    """Return a comparable description of the present contents of each object."""
+    """Return a description of each object's contents, to detect changes by comparison."""
     return [_content(item, MAX_DEPTH) for item in objects]
 
 

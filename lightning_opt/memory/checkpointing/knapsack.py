@@ -1,9 +1,9 @@
 """The fastest plan that does not exceed a peak: a knapsack over the blocks of a step.
 
 While a block runs forward or backward, all earlier blocks hold the bytes that they keep. The peak
-of a plan is the maximum over all blocks: the peak of the block with every block recomputed, plus
-the bytes held by the earlier blocks. Dynamic programming over the blocks finds the fastest plan,
-with the held bytes as state.
+of a plan is a maximum over all blocks. The value of a block is its peak with every block
+recomputed, plus the bytes held by the earlier blocks. Dynamic programming over the blocks finds the
+fastest plan, with the held bytes as state.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from lightning_opt.memory.checkpointing.selective import OperatorKey
 
-# Number of byte totals that are tracked. With fewer, the fastest plan may be missed; whether
-# any plan meets the limit is always exact.
+# Maximum number of byte totals that are tracked. Because of it, the fastest plan may be missed. A
+# plan that meets the limit is always found if one exists.
 MAX_STATES = 400
 
 
@@ -23,7 +23,7 @@ class Option:
     """One way to treat a block.
 
     Attributes:
-        kept: The operators whose outputs are kept: none of them, or all for ``None``.
+        kept: The operators whose outputs are kept; ``None`` keeps all outputs.
         nbytes: Bytes held between forward and backward pass, without the input.
         seconds: Time added to a step that keeps everything.
     """
@@ -106,9 +106,9 @@ def solve(items: Sequence[Item], head_peak: int, limit: float) -> Solution | Non
 
 
 def _best(states: list[_State], grain: int) -> list[_State]:
-    """Return the fastest state of each byte total, if none that holds less is as fast.
+    """Return the fastest state of each byte total, except if a state that holds less is as fast.
 
-    The state that holds the least is included: if any plan meets the limit, that one does.
+    The state that holds the least is always included. If any plan meets the limit, this one does.
     """
     best: list[_State] = []
     for state in sorted(states, key=lambda state: (state.held, state.seconds)):

@@ -1,4 +1,4 @@
-"""``offload=True``: keeps tensors that autograd saves in host memory until the backward pass."""
+"""``offload=True``: moves tensors saved by autograd to host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_opt.core.modules.trial import storages_of
 
 
 class Offload:
-    """torch's ``save_on_cpu`` around a training step, except for parameters, buffers and the batch.
+    """Runs a step under torch's ``save_on_cpu``, except for parameters, buffers and the batch.
 
-    Moving those would free no memory.
+    Moving these tensors would free no memory.
 
     Attributes:
         nbytes: Bytes that the latest step moved.
@@ -27,7 +27,6 @@ class Offload:
         self.nbytes = 0
 
     def around(self, model: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step`` with offloading."""
         on_host = save_on_cpu(pin_memory=True)
 
         @wraps(step)

@@ -1,4 +1,4 @@
-"""Plans of the blocks to recompute, and their application to a model."""
+"""Makes plans of the blocks to recompute, and applies them to a model."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class AppliedPlan:
 
 
 def recompute(block: Block, kept: frozenset[OperatorKey] = frozenset()) -> BlockGroup:
-    """Return a group of one block, except the outputs of the operators ``kept``."""
+    """Return a group that recomputes one block, except the outputs of the operators ``kept``."""
     return BlockGroup((block,), partial(Selection, None, kept) if kept else None)
 
 

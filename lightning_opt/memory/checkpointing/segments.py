@@ -1,6 +1,7 @@
 """Consecutive blocks that are recomputed together, so that only the first one's inputs are kept.
 
-torch's ``checkpoint`` takes one function, and the blocks of a model are called one by one.
+torch's ``checkpoint`` cannot do this: it takes one function, and a model calls its blocks one by
+one.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Segment:
         return any(place is not None and place.call == last for place in found)
 
     def run(self, run: Run, leaves: list[Any]) -> Any:
-        """Call a block now, and again in the recomputation."""
+        """Call a block, and record the call for the recomputation."""
         places: list[Any] = []
         kept: list[Tensor] = []
         for leaf in leaves:
@@ -116,11 +117,11 @@ class Segment:
             if isinstance(leaf, Tensor):
                 place = self._find(leaf) or _KeptInput(len(kept), leaf.requires_grad)
                 if isinstance(place, _KeptInput):
-                    kept.append(leaf.detach())  # its graph may hold this segment
+                    kept.append(leaf.detach())  # its graph may reference this segment
             places.append(place)
         node = None
         if kept:
-            anchor = torch.empty(0, requires_grad=True)  # gives the output a node
+            anchor = torch.empty(0, requires_grad=True)  # makes autograd create a node
             node = _Keep.apply(anchor, *kept).grad_fn  # type: ignore[no-untyped-call]
         self._calls.append(_Call(run, places, node, _autocast_settings(run.devices)))
         with saved_tensors_hooks(self._pack, self._unpack):

@@ -109,7 +109,7 @@ class _Recorder(TorchDispatchMode):
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the operations of one operator as torch counts them.
 
-    torch counts the attention kernels of CUDA only; this also counts the CPU's.
+    torch only counts CUDA's attention kernels; this function also counts the CPU's.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet in flop_registry:
@@ -155,10 +155,10 @@ class Selection:
         return self.operators[: self.repeated or 0]
 
     def chosen(self) -> tuple[Operator, ...]:
-        """Return the operators to keep of those that a recomputation would run.
+        """Return the operators to keep, among those that a recomputation would run.
 
-        None if a run was recomputed more than once, as for a gradient penalty: torch returns each
-        output kept by selective checkpointing only once.
+        The result is empty if a run was recomputed more than once, for example for a gradient
+        penalty: torch returns each kept output only once.
         """
         if self.recomputations > self.runs:
             return ()
@@ -182,7 +182,7 @@ class Selection:
 
 
 class _SaveOperators:
-    """torch's policy function that saves the outputs of a set of operators."""
+    """A policy function for torch's checkpoint that saves the outputs of a set of operators."""
 
     def __init__(self, kept: frozenset[OperatorKey]) -> None:
         self._kept = kept
@@ -201,5 +201,5 @@ class _SaveOperators:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# The text is built at every call, which takes as long as some operators.
+# Cached, because building the text takes as long as some operators.
 _name_of = functools.cache(str)

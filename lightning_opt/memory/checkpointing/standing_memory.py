@@ -52,7 +52,7 @@ def _state_bytes(
 
 
 def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of parameters, buffers, gradients and optimizer states in a full step."""
+    """Return the bytes of parameters, buffers, gradients and optimizer states, all allocated."""
     parameters = list(module.parameters())
     gradients = storage_bytes(p for p in parameters if p.requires_grad)
     states = sum(optimizer_state_bytes(optimizer) for optimizer in optimizers)

@@ -200,7 +200,7 @@ def _profile_memory(runner: StepRunner, blocks: Sequence[Block]) -> StepProfile:
 def _time_options(profile: StepProfile) -> None:
     """Time recomputation in full and in part, and set the options of each block.
 
-    Times of blocks that hold as many bytes differ only by noise, so their mean counts.
+    Times of blocks with equal internal bytes differ only by noise, so their mean is used.
     """
     units, runner = profile.units, profile.runner
     plans = {"full": every_layer([unit.block for unit in units])}

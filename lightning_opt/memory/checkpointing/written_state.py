@@ -70,10 +70,11 @@ class Saved(NamedTuple):
 
 
 class WrittenState:
-    """Records what a forward pass writes in a module, and replaces it for a recomputation.
+    """Records the values that a forward pass overwrites, and restores them to recompute it.
 
-    Buffers are watched in every run. Attributes are tensors, numbers and collections of
-    user-defined modules; only those that the first run writes are watched from then on.
+    Buffers are watched in every run. In the first run, tensors, numbers and collections in
+    attributes of user-defined modules are watched too. After it, only the attributes that it has
+    written are watched.
 
     Attributes:
         read_only: Whether the first run wrote no buffer; ``None`` before that run. Always False for
@@ -88,7 +89,7 @@ class WrittenState:
             (number, part) for number, part in parts if has_user_state(type(part))
         ]
         self._written: set[Key] | None = None  # by the first run
-        self._hidden: set[Key] = set()  # of these, the ones whose version did not change
+        self._hidden: set[Key] = set()  # the subset whose version did not change
         self.read_only: bool | None = None if self._with_buffers else True
         if any(isinstance(part, _NormBase) and part.track_running_stats for _, part in parts):
             self.read_only = False
@@ -117,7 +118,7 @@ class WrittenState:
         return None if is_large and not may_write else _copied(entry.value)
 
     def written_since(self, saved: list[Saved]) -> list[Entry]:
-        """Return the entries that were written since, with their earlier values.
+        """Return the entries that were written after ``saved``, with their earlier values.
 
         Raises:
             RuntimeError: If a run writes to a large buffer that the first run has not written.
@@ -144,7 +145,10 @@ class WrittenState:
             self.read_only = buffers.isdisjoint(self._written)
 
     def replace(self, values: list[Entry]) -> list[Entry]:
-        """Replace all entries by copies of ``values``, else of themselves; return the entries."""
+        """Set each entry to a copy of its value in ``values``, else of its own value.
+
+        Return the entries before the change.
+        """
         if self.read_only and not values:
             return []
         earlier = {entry.key: entry.value for entry in values}
@@ -163,7 +167,7 @@ def _is_state(name: str, value: Any) -> bool:
     if name in INTERNALS or "_hooks" in name:
         return False
     if isinstance(value, Tensor):
-        return value.grad_fn is None  # each step creates tensors with a graph anew
+        return value.grad_fn is None  # each step creates tensors with a graph
     return isinstance(value, PLAIN)
 
 
@@ -172,7 +176,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _version(value: Any) -> int:
-    # Inference tensors, such as those of validation, have no version.
+    # Inference tensors (from validation) have no version.
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 Action = Literal["gc", "cuda_cache", "malloc_trim"]
 
 MIN_GAIN_SHARE = 0.25
-"""Minimum freed share of the gap between threshold and release for a cleanup to succeed."""
+"""A cleanup succeeds if it frees at least this share of the gap from release to threshold."""
 
 MAX_FAILURES = 3
 """Maximum number of consecutive failed cleanups; then cleaning stops."""
@@ -137,11 +137,11 @@ class MemoryCleanup(RunCallback):
     ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used; the cache of the CUDA
     allocator does not, because the next step uses it. Every cleanup is measured. If it frees almost
     nothing, the next one starts at a higher use, and one warning suggests other ways to save
-    memory. After three such cleanups in a row there are none until use falls below ``release``.
+    memory. After three such cleanups in a row, cleaning stops until use falls below ``release``.
 
     Use is read every ``every_n_steps`` batches. Several ranks agree in one all-reduce: either all
-    ranks clean up or none. On an accelerator they read the result at the next such batch, so no
-    host waits.
+    ranks clean up or none. On an accelerator they read the result at the next reading, so no host
+    waits.
 
     Logged at every reading:
 
@@ -235,7 +235,7 @@ class MemoryCleanup(RunCallback):
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Do the same on a single process; ranks may validate different numbers of batches."""
+        """Read and clean on a single process; ranks may validate unequal numbers of batches."""
         if trainer.world_size == 1:
             self.on_train_batch_end(trainer, pl_module)
 

@@ -19,9 +19,9 @@ class GarbageCollection(RunCallback):
     """Collects garbage on a schedule, at the same step on every rank, instead of automatically.
 
     Python collects whenever enough objects have been created, and a full collection visits every
-    object. With torch and Lightning imported, a collection takes a fifth of a second, at a
-    different step on every rank, so in a distributed run all ranks wait for each rank in turn. This
-    callback collects at the same step on all ranks, and freezes existing objects, so later
+    object. With torch and Lightning imported, a full collection takes a fifth of a second. It runs
+    at a different step on every rank, so in a distributed run all ranks wait for each rank in turn.
+    This callback collects at the same step on all ranks, and freezes existing objects, so later
     collections skip them. Everything is restored when training ends or fails.
 
     Objects in reference cycles live until the next collection. If they hold tensors, collect more

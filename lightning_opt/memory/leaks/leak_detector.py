@@ -38,7 +38,7 @@ COUNT_INTERVALS = (3, 3, 2)
 FRAMEWORKS = ("lightning.", "lightning_opt.", "pytorch_lightning.")
 
 FIRST_PAUSE = 100
-"""Steps without a search after the first search that found nothing; doubled after each one."""
+"""Steps to pause after the first search that found nothing. Each further one doubles it."""
 
 Phase = Literal["train", "validation"]
 
@@ -190,7 +190,7 @@ class LeakDetector(RunCallback):
         ]  # fmt: skip
         if suspects and not confirmed:
             self._wait_for_epoch = self._counts[-1].epoch + 1
-            self._counts = [self._counts[0], *self._counts[-2:]]  # bounded memory
+            self._counts = [self._counts[0], *self._counts[-2:]]  # bounds the memory
             return []
         self._end_search()
         known = {(s.kind, s.where) for s in self.suspects}

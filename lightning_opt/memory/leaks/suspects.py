@@ -162,7 +162,7 @@ class Suspect:
     """A probable leak.
 
     ``where`` is an expression that leads to the object from the module or a Python module.
-    ``items`` describes the items, of which ``per_step`` are added per step.
+    ``items`` describes the items, and ``per_step`` is the number of items added per step.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Measure a step (peaks by phase, categories, saved tensors, gc pauses), and tables."""
+"""Measures a step (peaks by phase, categories, saved tensors, gc pauses), and makes tables."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class MemoryCategories:
 
 @dataclass
 class SavedBytes:
-    """Tensors saved by autograd in one module: bytes of storages that were first saved in it."""
+    """Tensors saved by autograd in one module. ``bytes`` counts storages first saved in it."""
 
     module: str
     kind: str
