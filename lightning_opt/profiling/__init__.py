@@ -1,1 +1,1 @@
-"""Where the time and memory of a run go, and an honest comparison of two ways to run."""
+"""Measures the time and memory of a run, and compares configurations."""

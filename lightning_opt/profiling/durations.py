@@ -1,4 +1,4 @@
-"""Durations in bounded memory, and throughput."""
+"""Durations, stored in bounded memory, and the throughput computed from them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from math import frexp, ldexp
 
 _CELLS = 256
-"""Twice the number of cells between two powers of two. A cell is 0.4 to 0.8% wide."""
+"""Twice the number of cells between adjacent powers of two. A cell is 0.4 to 0.8% wide."""
 
 
 class Durations:
     """Count, total and quantiles of any number of durations in seconds.
 
-    Durations are counted in cells less than 1% wide, so a quantile is within 0.5% of the exact one,
-    and there are at most some thousand cells between a nanosecond and a month.
+    Durations are counted in cells that are less than 1% wide, so a quantile is within 0.5% of the
+    exact one. Between a nanosecond and a month there are only a few thousand cells.
 
     References:
         C. Masson, J. Rim, H. Lee, *DDSketch: A Fast and Fully-Mergeable Quantile Sketch with
@@ -45,11 +45,11 @@ class Durations:
 
     @property
     def mean(self) -> float:
-        """The mean, 0.0 without durations."""
+        """The mean; 0.0 if there are no durations."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, q: float) -> float:
-        """Return the quantile at ``q`` (0 to 1), 0.0 without durations."""
+        """Return the quantile at ``q`` (0 to 1); 0.0 if there are no durations."""
         seen = 0
         for cell in sorted(self._cells):
             seen += self._cells[cell]
@@ -61,7 +61,7 @@ class Durations:
 
 @dataclass
 class Work:
-    """Durations of steps, and the number of samples and tokens in them."""
+    """Durations of steps, and the total number of samples and tokens in these steps."""
 
     steps: Durations = field(default_factory=Durations)
     samples: int = 0
@@ -73,7 +73,7 @@ class Work:
         self.tokens += tokens
 
     def rates(self, flops: float | None = None, peak: float | None = None) -> dict[str, float]:
-        """Return the known rates per second, by logged key."""
+        """Return the rates per second by logged key. Unknown rates are omitted."""
         seconds = self.steps.total
         amounts = {"samples": self.samples, "tokens": self.tokens, "flops": flops}
         found = {f"{name}_per_second": n / seconds for name, n in amounts.items() if n and seconds}

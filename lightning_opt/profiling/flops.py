@@ -1,4 +1,4 @@
-"""Floating-point operations: counted in a forward and a backward pass, and the peaks of GPUs."""
+"""Counts the floating-point operations of a model, and lists the peak FLOPs of GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_opt.core.modules.preserve import isolated_random, preserved
 
 
 class Flops(NamedTuple):
-    """Floating-point operations, a multiplication and an addition counting as two.
+    """Floating-point operations. A multiplication and an addition count as two.
 
     Attributes:
         forward: Operations of the forward pass.
@@ -31,20 +31,20 @@ class Flops(NamedTuple):
 
     @property
     def model(self) -> int:
-        """Forward and backward, without recomputation: the numerator of MFU."""
+        """Operations of forward and backward pass, without recomputation: the numerator of MFU."""
         return self.forward + self.backward
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention that run inside it, by torch's formulas.
+    """Counts matrix products, convolutions and attention in a ``with`` block, by torch's formulas.
 
     Unlike torch's ``FlopCounterMode`` it needs no hooks on modules, separates recomputation, counts
-    this process's part of a sharded product, and continues if a formula fails. A backward pass runs
-    without gradients enabled, so operations inside it with gradients enabled are recomputation; a
-    backward pass with ``create_graph=True`` looks the same.
+    this process's part of a sharded product, and continues if a formula fails. Gradients are
+    disabled in a backward pass. So an operation in it with gradients enabled counts as
+    recomputation. This is wrong for ``create_graph=True``, which enables gradients too.
 
     Attributes:
-        failures: Operators whose formula failed, and why; they are not counted.
+        failures: The operators whose formula failed, with the error. They are not counted.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FlopCount(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # DTensor then runs operations on the local part: count those
+            return NotImplemented  # DTensor then runs local operations, which are counted instead
         result = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None:
@@ -84,17 +84,17 @@ def count_flops(
     """Count the floating-point operations of a model on a batch, without changing either.
 
     The model runs once. Parameters may be on the ``meta`` device, which takes no memory. Matrix
-    products, convolutions and attention are counted, as in :mod:`torch.utils.flop_counter`;
-    elementwise operations are a few percent at most. Register your own operators with
+    products, convolutions and attention are counted, as in :mod:`torch.utils.flop_counter`.
+    Elementwise operations, a few percent at most, are not. Register your own operators with
     ``torch.utils.flop_counter.register_flop_formula``.
 
     Args:
         model: Called as ``model(*batch, **inputs)``.
-        *batch: Its inputs.
-        backward: Count a backward pass too.
-        loss: Returns a scalar from the output; by default the sum of all its tensors that require
-            gradients.
-        **inputs: Its named inputs.
+        *batch: Positional inputs of the model.
+        backward: Whether to count a backward pass too.
+        loss: A function from the output to a scalar. By default the loss is the sum of all output
+            tensors that require gradients.
+        **inputs: Named inputs of the model.
 
     Returns:
         The operations of the forward and the backward pass.
@@ -133,10 +133,10 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 TF32 = "tf32"
-"""32-bit tensors multiplied with TF32 inputs."""
+"""Products of 32-bit tensors, with their inputs rounded to TF32."""
 
 _PEAKS: dict[str, dict[torch.dtype | str, float]] = {
-    # Dense (without sparsity) tensor-core peaks in TFLOP/s; sums in 32 bits where that is slower.
+    # Dense (without sparsity) tensor-core peaks in TFLOP/s. Sums are in 32 bits.
     # NVIDIA Blackwell Architecture Technical Brief, 2024.
     "B200": {"bf16": 2250.0, TF32: 1125.0, "fp32": 75.0},
     "B100": {"bf16": 1750.0, TF32: 875.0, "fp32": 60.0},
@@ -169,7 +169,7 @@ _PEAKS: dict[str, dict[torch.dtype | str, float]] = {
 }
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", TF32: TF32}
 _OTHERS = ("A10G", "A1000", "SUPER", " TI", "LAPTOP", "MOBILE", "MAX-Q", "MIG", " D ")
-"""Words in the names of other cards, or of parts of cards, that the table does not cover."""
+"""Words in the names of cards, or of parts of cards, that are not in the table."""
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | None:
@@ -177,11 +177,11 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | 
 
     Args:
         device: A device such as ``"cuda:0"``, or the name of a GPU such as ``"NVIDIA A100-SXM4"``.
-        dtype: Type of the factors: ``torch.bfloat16``, ``float16``, ``float32``, or ``"tf32"``.
+        dtype: Type of the inputs: ``torch.bfloat16``, ``float16``, ``float32``, or ``"tf32"``.
 
     Returns:
-        FLOP per second, a multiplication and an addition counting as two. None for a CPU, a part of
-        a GPU (MIG), a card that is not in the table, and a dtype without tensor cores on the card.
+        FLOP per second. A multiplication and an addition count as two. None for a CPU, a part of a
+        GPU (MIG), a card that is not in the table, and a dtype that the card's entry lacks.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) / 1e12
@@ -191,7 +191,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | 
     name = _name_of(device)
     if name is None or any(other in f"{name} " for other in _OTHERS):
         return None
-    # "L40S" before "L40" before "L4": the longest name that fits.
+    # Take the longest matching name: "L40S" before "L40" before "L4".
     known = max((known for known in _PEAKS if _fits(known, name)), key=len, default="")
     peaks, kind = _PEAKS.get(known, {}), _KINDS.get(dtype, str(dtype))
     found = peaks.get(kind, peaks.get("bf16") if kind == "fp16" else None)
@@ -217,7 +217,7 @@ def _fits(known: str, name: str) -> bool:
 
 
 def matmul_dtype(precision: str) -> torch.dtype | str:
-    """Return the dtype of matrix products in a Trainer's precision, TF32 if torch may use it."""
+    """Return the dtype of matrix products for a Trainer's precision; TF32 if torch may use it."""
     for sign, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
         if precision.startswith(sign):
             return dtype

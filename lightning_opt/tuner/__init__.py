@@ -1,1 +1,1 @@
-"""Finds the optimisations that pay for a model on a machine, by measuring them."""
+"""Measures optimisations on a model and a machine, and selects the ones that pay off."""

@@ -34,11 +34,11 @@ def autotune(
     with some switches on, in its own process and on batches of your data. It takes turns with the
     baseline, which is your unmodified training. Switches that gain alone are combined, and switches
     that add nothing to the combination are dropped. If a trial runs out of memory, hangs, dies or
-    raises, the result says so and the search continues.
+    raises, the failure is recorded in the result and the search continues.
 
-    A trial is rejected if it does not learn the same. From equal weights and batches, its first
-    gradients must have the baseline's directions, parameter by parameter. Then its weights must
-    move about as far, and its losses must stay near the baseline's.
+    A trial is rejected if it does not learn the same. All trials start from equal weights and see
+    equal batches. The first gradient of each parameter must have the same direction as in the
+    baseline. Then the weights must move about as far, and the losses must stay near the baseline's.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
@@ -67,7 +67,7 @@ def autotune(
 
     Raises:
         FitFailed: If the baseline fails. Its traceback includes that of the training.
-        RuntimeError: In a rank above 0 of a distributed run.
+        RuntimeError: If called in a rank above 0 of a distributed run.
         TypeError: If model, data or base are not factories.
         ValueError: For invalid arguments.
 

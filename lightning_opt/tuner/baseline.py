@@ -22,22 +22,22 @@ NOISE_STEPS = 16
 """Steps of the run with different random numbers, which measures the noise of the losses."""
 
 GRACE_SECONDS = 2.0
-"""Seconds that a trial may continue after the budget has ended."""
+"""Minimum seconds that a trial may take for a request, even after the budget has ended."""
 
 
 class Run:
-    """A training process, and the file into which its TrialWatch writes observations."""
+    """A training process, and the file that holds the observations of its TrialWatch."""
 
     def __init__(self, process: TrainingProcess, file: Path) -> None:
         self._process, self._file = process, file
         self._timeout = process.timeout
 
     def advance(self, steps: int, deadline: float = math.inf) -> list[float]:
-        """Take steps, and return the seconds of each.
+        """Take steps, and return the seconds of each step.
 
         Raises:
             FitFailed: If the run fails.
-            TimeIsUp: If it does not respond before the deadline.
+            TimeIsUp: If the run does not respond before the deadline.
         """
         seconds_left = max(GRACE_SECONDS, deadline - time.monotonic())
         self._process.timeout = min(self._timeout, seconds_left)
@@ -80,7 +80,7 @@ class Baseline:
         startup: Seconds until the end of the first step.
         steps_per_block: Number of steps in a block.
         turn_seconds: Mean seconds per step of each turn.
-        peaks: Peak bytes, by the number of steps after which they were read.
+        peaks: Peak bytes by number of steps taken.
     """
 
     start: StartRun
@@ -112,7 +112,7 @@ class Baseline:
         try:
             self._advance(1)
             self.startup = self.startup or time.monotonic() - started
-            self._advance(7)  # past the updates whose gradients are compared
+            self._advance(7)  # past the updates whose gradients are recorded
             while not run.observations.facts.steady and len(run.losses) < MAX_PROFILED_STEPS:
                 self._advance(len(run.losses))  # TrialWatch writes at powers of two
             step_seconds = min(self._advance(2))
@@ -125,23 +125,23 @@ class Baseline:
             raise
 
     def take_turn(self, steps: int) -> float:
-        """Take steps and return their mean seconds; those of earlier turns if it is not running."""
+        """Take steps and return their mean seconds. If not running, return ``step_seconds``."""
         if self._run is None:
             return self.step_seconds
         self.turn_seconds.append(statistics.fmean(self._advance(steps)))
         return self.turn_seconds[-1]
 
     def peak_after(self, steps: int) -> int:
-        """Return the peak bytes after ``steps`` steps, or the next later record."""
+        """Return the peak bytes after ``steps`` steps, or at the next later record."""
         counts = [count for count in self.peaks if count >= steps]
         return self.peaks[min(counts, default=max(self.peaks))]
 
     def reference_run(self, role: str) -> Observations:
-        """Return the observations of the first steps of a reference run; each role runs once.
+        """Return the observations of a reference run. Each role runs only once.
 
         Args:
-            role: ``"noise"``: different random numbers. ``"float32"``: eager float32. The baseline
-                itself is used if it trains in eager float32.
+            role: ``"noise"``: train with other random numbers. ``"float32"``: use eager float32.
+                If the baseline already trains in eager float32, its observations are returned.
         """
         if role == "float32" and self.observations.facts.eager_float32:
             return self.observations

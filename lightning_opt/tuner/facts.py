@@ -1,4 +1,4 @@
-"""Facts about the model and the machine, including how a step divides into groups of phases."""
+"""Facts about the model and the machine, including the time of each group of phases."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Facts:
     Attributes:
         package: The package of the model's base class, ``"lightning"`` or ``"pytorch_lightning"``.
         device: ``"cpu"``, ``"cuda"`` or another type of device.
-        why_no_bf16: The reason why bfloat16 is not fast on the device; empty if it is fast.
+        why_no_bf16: The reason why bfloat16 is slow on the device; empty if it is fast.
         threads: Number of threads that torch uses.
         cpus: Number of CPUs that this process may use.
         blocks: Number of repeated blocks in the model.
@@ -58,7 +58,7 @@ class Facts:
         seconds_by_group: Seconds of a step by group of phases; empty if not measured.
         busy: Share of all CPUs' time that the process uses.
         free_bytes: Bytes of free memory.
-        steady: Whether the profile was taken after the queues of loaders had filled or emptied.
+        steady: Whether the loaders' queues had filled or emptied before the profile was taken.
     """
 
     package: str = "lightning"
@@ -98,10 +98,10 @@ def seconds_by_group(
 ) -> dict[str, float]:
     """Divide the seconds of a step into groups of phases.
 
-    On a GPU: the device's time, plus the host's time during which the device is idle.
+    On a GPU, the result is the device's time, plus the host's time while the device is idle.
 
     Args:
-        clock: The profiler's clock, which has the names of phases and the device's times.
+        clock: The profiler's clock. It has the phase names and the device's times.
         phase_seconds: Seconds of each phase in ``steps`` steps.
         steps: The number of steps.
     """

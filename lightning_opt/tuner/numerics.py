@@ -1,10 +1,10 @@
 """Checks that a trial learns the same as the baseline.
 
-All runs start from equal weights and see equal batches. The first gradients must equal those of
-eager float32 up to rounding, parameter by parameter, in direction and length. Then the weights must
-move about as far as the baseline's, and the losses must stay near. This also finds faults of the
-optimizer and faults that appear later. If the model draws random numbers (dropout), the tolerance
-of gradients and losses is measured by a run of the baseline with different ones.
+All runs start from equal weights and see equal batches. For each parameter, the first gradient must
+equal the gradient in eager float32 in direction and length, up to rounding. Then the weights must
+move about as far as in the baseline, and the losses must stay near the baseline's. This also finds
+faults of the optimizer, and faults in later steps. If the model draws random numbers (dropout), a
+run of the baseline with other random numbers gives the tolerance of gradients and losses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Gradients = Mapping[str, Tensor]
 """Sampled elements of each parameter's gradient, by the parameter's name."""
 
 MIN_COSINE = 0.7
-"""Minimum cosine between two gradients of a parameter. It is 0.95 after rounding to bfloat16, even
-if most of the sum cancels out. It is 0 for an unrelated gradient, and -1 for a negated one."""
+"""Minimum cosine between two gradients of a parameter. Rounding to bfloat16 gives 0.95, even if
+most of the sum cancels out. An unrelated gradient gives 0, a negated gradient -1."""
 
 MAX_LENGTH_RATIO = 1.5
 """Maximum ratio between the lengths of two gradients of a parameter."""
@@ -38,8 +38,8 @@ MAX_DISTANCE_STEPS = 64
 """Maximum number of steps after which the distances of the weights are compared."""
 
 MAX_DISTANCE_RATIO = 4.0
-"""Maximum ratio between the distances that the weights of two runs have moved. It is large because
-Adam normalises gradients, which turns rounding errors into steps, and a loss scaler skips steps."""
+"""Maximum ratio between the distances that the weights of two runs have moved. It is large: Adam
+normalises gradients, so rounding errors become full steps, and a loss scaler skips steps."""
 
 MAX_LOSS_SHARE = 2e-2
 """Allowed difference in loss, as a share of the loss."""
@@ -48,7 +48,7 @@ MAX_PROGRESS_SHARE = 0.2
 """Allowed difference in loss, as a share of the baseline's progress."""
 
 MAX_NOISE_ERRORS = 4.0
-"""Allowed difference in mean loss, in standard errors of the model's own randomness."""
+"""Allowed difference in mean loss, in standard errors due to the model's random numbers."""
 
 
 def judge(
@@ -89,9 +89,9 @@ def compare_gradients(
 
     Returns:
         The smallest cosine of a parameter (None if nothing was compared), and the first difference,
-        or "". Each parameter is compared at its first update with a finite, non-zero gradient. That
-        is the first update, where the weights are equal, unless the parameter is behind a layer
-        initialised with zeros or the loss scale is still too large.
+        or "". Each parameter is compared at its first update with a finite, non-zero gradient. This
+        is usually the very first update, where the weights are equal. It is a later one if the
+        parameter is behind a layer initialised with zeros, or the loss scale is still too large.
     """
     least: float | None = None
     compared: set[str] = set()
@@ -120,13 +120,13 @@ def compare_gradients(
 
 
 def _gradient_difference(name: str, values: Tensor, target: Tensor, noisy: Tensor | None) -> str:
-    """Describe a difference from eager float32 that exceeds the noise, or return ""."""
+    """Describe the difference from eager float32 if it exceeds the noise, else return ""."""
     if not values.any():
         return f"{name} has no gradient, but the baseline trains it"
     cosine, length = _cosine_and_length(values, target)
     noisy = torch.zeros_like(target) if noisy is None else noisy
     noise_cosine, noise_length = _cosine_and_length(noisy, target)
-    uncertainty = 2 / math.sqrt(len(target))  # the cosine of few elements is uncertain
+    uncertainty = 2 / math.sqrt(len(target))  # the cosine is uncertain if there are few elements
     if cosine < MIN_COSINE * noise_cosine - uncertainty:
         return (
             f"the gradient of {name} has another direction than in eager float32, from equal "
@@ -155,13 +155,13 @@ def _cosine_and_length(candidate: Tensor, reference: Tensor) -> tuple[float, flo
 
 
 def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
-    """Describe a difference between the distances that weights have moved, or return "".
+    """Compare how far the weights have moved. Describe a difference, or return "".
 
     Args:
-        candidate: The distance of each parameter, by the number of steps.
+        candidate: For each number of steps, the distance that each parameter has moved.
         reference: The same for the baseline.
     """
-    # Not the last steps, because both may have converged by then.
+    # Ignore the last steps, because both runs may have converged by then.
     steps = max(
         (candidate.keys() & reference.keys()).intersection(range(MAX_DISTANCE_STEPS + 1)), default=0
     )
@@ -183,11 +183,10 @@ def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]
 def compare_losses(
     candidate: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
 ) -> str:
-    """Describe a difference between the losses, or return "".
+    """Compare mean losses over the last third of the common steps. Describe a difference, or "".
 
-    The mean over the last third of the common steps may differ by the largest of a share of the
-    loss, a share of the baseline's progress, the noise between batches, and the randomness of the
-    model.
+    The allowed difference is the largest of four: a share of the loss, a share of the baseline's
+    progress, the noise between batches, and the noise of the model's random numbers.
 
     Args:
         candidate: Losses of the trial.
@@ -204,7 +203,7 @@ def compare_losses(
     last = max(1, steps // 3)
     last_losses = reference[steps - last : steps]
     mean = statistics.fmean(last_losses)
-    # Over all steps, because the last third may be too few to estimate a spread.
+    # Use all steps: the last third may have too few to estimate a spread.
     pairs = [one - other for one, other in zip(noise, reference, strict=False)]
     randomness = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
     error = max(3 * statistics.pstdev(last_losses), MAX_NOISE_ERRORS * randomness) / math.sqrt(last)

@@ -1,4 +1,4 @@
-"""A callback in the process of a trial, which writes observations into a file for the tuner."""
+"""A callback that runs in a trial's process and writes observations into a file for the tuner."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Observations:
     Attributes:
         facts: Facts about the model and the machine.
         gradients: For each of the first updates, sampled elements of each parameter's gradient.
-        moved: By the number of steps, the distance of each parameter from its initial value.
+        moved: For each number of steps, the distance of each parameter from its initial value.
         losses: The loss of each step.
     """
 
@@ -58,7 +58,7 @@ class Observations:
 
     @classmethod
     def read(cls, file: Path, losses: Sequence[float] = ()) -> Observations:
-        """Read a file of a TrialWatch. Without a file the observations are empty."""
+        """Read the file of a TrialWatch. Observations are empty if the file does not exist."""
         if not file.exists():
             return cls()
         content = torch.load(file, weights_only=True)
@@ -73,7 +73,7 @@ class TrialWatch(BaseCallback):
 
     Args:
         file: The file, written by rank 0 after 2, 4, 8, 16, ... steps.
-        reseed: Added to the random seed at the first batch.
+        reseed: Number added to the random seed at the first batch.
     """
 
     def __init__(self, file: str = "watch.pt", reseed: int = 0) -> None:
@@ -142,7 +142,7 @@ class TrialWatch(BaseCallback):
                 self._write()
 
     def _record_profile(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
-        """Record the profile so far, and remove the profiler after enough steps."""
+        """Record the profile since the last call. After enough steps, remove the profiler."""
         clock = profiler.measures("fit").clock
         seconds = time.perf_counter() - self._started
         is_long = self._batches >= MAX_PROFILED_STEPS or seconds > PROFILED_SECONDS

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from lightning_opt.tuner.trial import Outcome, Switches
 
 MAX_LOSS = 1.1
-"""A switch with a larger effect is not added to the best configuration."""
+"""Maximum score of a single switch that may be added to the best configuration."""
 
 MAX_OVER_PREDICTED = 1.04
-"""If the score of the best configuration exceeds the product of its switches' effects by this
-factor, it is tried without each of its switches."""
+"""Maximum ratio between a configuration's score and the product of its switches' effects. Above it,
+the configuration is tried without each of its switches."""
 
 MAX_IMPROVEMENTS = 4
 """Maximum number of rounds in which one switch of the best configuration is changed."""
@@ -23,17 +23,17 @@ MAX_REPEATS = 3
 
 
 class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
-    """The budget is too short for another trial."""
+    """Raised when the budget is too short for another trial."""
 
 
 @dataclass
 class Search:
     """Finds the best configuration, a set of switches that are on, with few trials.
 
-    The switches are tried in groups: first ``first``, then most of them, then ``late``. Each switch
-    is tried together with the switches of earlier groups that gain. After each group, all switches
-    that gain are combined, since most gains multiply. Finally, one switch of the best configuration
-    is removed, added or replaced, as long as that improves it.
+    The switches are tried in three groups: the switch ``first``, then all others, then ``late``.
+    Each switch is tried together with the switches of earlier groups that gain. After each group,
+    all switches that gain are combined, because most gains multiply. Finally, one switch of the
+    best configuration is removed, added or replaced. This is repeated while the score improves.
 
     Args:
         measure: Tries a configuration and returns its outcome. It may raise :class:`TimeIsUp`.
@@ -46,7 +46,7 @@ class Search:
     Attributes:
         outcomes: All outcomes so far.
         effects: The score of each switch relative to the combination that it was added to.
-        complete: Whether the search ended before the budget.
+        complete: Whether the search ended before the budget ran out.
     """
 
     measure: Callable[[Switches], Outcome]
@@ -82,7 +82,7 @@ class Search:
     def winner(self) -> Switches:
         """Return the best configuration whose gain is certain; empty if there is none.
 
-        Each switch has to gain ``min_gain``, so that the simpler of two similar ones wins.
+        Each switch has to gain ``min_gain``. So the simpler of two similar configurations wins.
         """
         gains = {
             names: outcome.score * (1 + self.min_gain) ** len(names)
@@ -95,7 +95,7 @@ class Search:
         """Return the next configuration to measure again, or None.
 
         The winner is measured again once, because the best of many measurements is partly luck.
-        Then follow configurations whose score is at least as good, the best first.
+        After that, configurations with at least as good a score are measured, the best first.
 
         Args:
             repeats: The number of repeated measurements of each configuration.
@@ -119,7 +119,7 @@ class Search:
         return min(scores, key=lambda names: (scores[names], len(names)))
 
     def _try_group(self, group: Iterable[str]) -> None:
-        """Try each switch with the earlier ones that gain, then all that gain together."""
+        """Try each switch with the earlier switches that gain. Then try all that gain together."""
         gaining = self._gaining()
         for name in group:
             others = [other for other in gaining if self.allows((other, name))]
@@ -131,7 +131,7 @@ class Search:
         self._try([self._gaining()])
 
     def _gaining(self, *chosen: str) -> list[str]:
-        """Combine the ``chosen`` switches and all compatible ones that gain, the best first.
+        """Combine the ``chosen`` switches with all compatible switches that gain, the best first.
 
         The switch ``first`` is included unless it loses more than ``MAX_LOSS``.
         """
@@ -156,9 +156,10 @@ class Search:
                 self.outcomes[names] = self.measure(names)
 
     def _neighbours(self, best: Switches) -> list[list[str]]:
-        """Return the best configuration with one switch less, one more or one other.
+        """Return variants of the best configuration, with one switch removed, added or replaced.
 
-        A switch that is incompatible with it is combined with all compatible switches that gain.
+        A switch that is incompatible with the best configuration is instead combined with all
+        compatible switches that gain.
         """
         worse_than_parts = self.outcomes[best].score > MAX_OVER_PREDICTED * self._predicted(best)
         neighbours = [

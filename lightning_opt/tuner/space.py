@@ -27,7 +27,7 @@ from lightning_opt.worker.recipes import Settings, as_mapping, class_named
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
 
 LISTS = ("callbacks", "plugins")
-"""Trainer arguments whose values are concatenated. Of other arguments the last value is used."""
+"""Trainer arguments that are joined by concatenation. For all others, the last value is used."""
 
 SHORTENED_GROUPS = {
     "optimizer": (OPTIMIZER,),
@@ -35,12 +35,12 @@ SHORTENED_GROUPS = {
     **dict.fromkeys(("layout", "precision", "compile"), (FORWARD, BACKWARD)),
     "runtime": (FORWARD, BACKWARD, OPTIMIZER),
 }
-"""The groups of phases that a kind of switch can shorten."""
+"""For each kind of switch, the groups of phases that it can shorten."""
 
 MIB = 2**20
 
 MIN_SHARE = 0.03
-"""A switch is skipped if the phases that it can shorten take less than this share of a step."""
+"""Switches are skipped if the phases that they can shorten take less than this share of a step."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Switch:
 
     Attributes:
         name: A unique name.
-        kind: Two switches of the same kind exclude each other, except those of kind ``""``.
+        kind: At most one switch of a kind can be on. Kind ``""`` has no such limit.
         settings: The Trainer arguments that it adds.
-        about: One phrase about its effect and its cost.
-        objective: The objective for which it is tried by default; ``""`` for all.
+        about: A phrase that states its effect and its cost.
+        objective: By default it is tried only for this objective; ``""`` means for all.
         unsuitable: The reason why it cannot help this model on this machine, or ``""``.
     """
 
@@ -65,7 +65,7 @@ class Switch:
 
 
 def added(name: str, **arguments: Any) -> dict[str, Any]:
-    """Make Trainer arguments that add a callback of lightning_opt."""
+    """Return Trainer arguments that add the callback ``lightning_opt.<name>``."""
     callback: dict[str, Any] = {"class_path": f"lightning_opt.{name}"}
     if arguments:
         callback["init_args"] = arguments
@@ -73,8 +73,8 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def built_in_switches(facts: Facts) -> list[Switch]:
-    """Make the tuner's switches, including unsuitable ones."""
-    # Reasons why switches are unsuitable, or "".
+    """Return all built-in switches, including unsuitable ones."""
+    # Each variable holds the reason why a switch is unsuitable, or "" if it is suitable.
     no_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
     no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
@@ -87,12 +87,12 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     no_parts = "" if facts.samples >= 4 else f"a batch has {facts.samples} samples"
     if not facts.automatic_optimization:
         no_parts = "the module uses manual optimization; use micro_batches"
-    # Runtime sets only the number of threads.
+    # None keeps Runtime from changing these settings.
     only_threads = dict.fromkeys(("matmul_precision", "cudnn_benchmark", "allocator"))
     return [
         Switch("fused", "optimizer", added("FusedOptimizer"),
                "one kernel for all updates", "", fused_already),
-        # "always": a trial measures it better than ChannelsLast's own three steps.
+        # "always": the trial decides. By default ChannelsLast itself measures three steps.
         Switch("channels_last", "layout", added("ChannelsLast", policy="always"),
                "convolutions in channels_last", "throughput", no_convolutions),
         Switch("tf32", "runtime", added("Runtime"),
@@ -137,16 +137,16 @@ class Space:
     Args:
         objective: ``"throughput"``, ``"memory"`` or ``"batch"``.
         facts: Facts about the model and the machine.
-        candidates: As in :func:`~lightning_opt.autotune`.
+        candidates: See :func:`~lightning_opt.autotune`.
         base: Trainer arguments of all trials.
 
     Attributes:
         facts: Facts about the model and the machine.
         switches: The switches to try, by name.
-        left_out: For each switch that is not tried, the reason.
+        left_out: The skipped switches, and the reason for each.
 
     Raises:
-        ValueError: For an unknown name, and for settings that are not Trainer arguments.
+        ValueError: If a name is unknown, or settings are not Trainer arguments.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Space:
         ]
 
     def _why_redundant(self, switch: Switch) -> str:
-        """Return the reason if the base has the switch's settings already, else ""."""
+        """Return a reason if the base already has the switch's settings, else ""."""
         base, settings = as_mapping(self.base), as_mapping(switch.settings)
         if shared := class_names(base) & class_names(settings):
             return f"base has {', '.join(sorted(shared))} already"
@@ -189,7 +189,7 @@ class Space:
         return not any(pair <= wanted for pair in self._incompatible)
 
     def describe(self, seconds: float, peak: int) -> str:
-        """Describe the baseline's step and its bottleneck, and list the switches to try."""
+        """Describe a step of the baseline and its bottleneck, and list the switches to try."""
         facts, switches = self.facts, f"Switches to try: {', '.join(self.switches) or 'none'}."
         if not facts.seconds_by_group:
             return switches
@@ -211,7 +211,7 @@ class Space:
         )
 
     def settings(self, names: Iterable[str], *more: Settings) -> Settings:
-        """Join the Trainer arguments of the base, of these switches and ``more``.
+        """Join the Trainer arguments of the base, of these switches, and ``more``.
 
         Returns a mapping if all parts are mappings, else a function that returns one.
         """
@@ -233,9 +233,9 @@ def check_candidates(candidates: Candidates | None) -> None:
 def _choose(
     known: Mapping[str, Switch], candidates: Candidates | None, objective: str
 ) -> list[Switch]:
-    """Return the switches for an objective and the user's candidates, including unsuitable ones."""
+    """Select the switches by objective and by the user's candidates. Include unsuitable ones."""
     objectives = ("", "memory" if objective == "batch" else objective)
-    # With split batches any size fits, so there is no largest batch.
+    # If batches are split, every batch size fits, so there is no largest one.
     excluded_kind = "batch" if objective == "batch" else None
     chosen = {
         name: switch
@@ -277,7 +277,7 @@ def _own_switch(name: str, settings: Any) -> Switch:
 
 
 def _why_negligible(kind: str, facts: Facts) -> str:
-    """Return the reason if switches of a kind can hardly make a step faster, else ""."""
+    """Return a reason if switches of this kind cannot save enough time, else ""."""
     groups = SHORTENED_GROUPS.get(kind, ())
     share = facts.share(*groups)
     if not groups or share is None or share >= MIN_SHARE:
@@ -288,7 +288,7 @@ def _why_negligible(kind: str, facts: Facts) -> str:
 def _exclude_each_other(one: Switch, other: Switch) -> bool:
     if one.kind and one.kind == other.kind:
         return True
-    # Selective checkpointing selects single operators, which a compiled graph does not have.
+    # Selective checkpointing selects single operators. A compiled graph has no single operators.
     kinds, selective = {one.kind, other.kind}, "checkpointing_selective"
     if kinds == {"compile", "checkpointing"} and selective in (one.name, other.name):
         return True
@@ -302,7 +302,7 @@ def _exclude_each_other(one: Switch, other: Switch) -> bool:
 
 
 def join(parts: Iterable[Settings]) -> dict[str, Any]:
-    """Join Trainer arguments: concatenate lists, and replace other values by later ones."""
+    """Join Trainer arguments: ``LISTS`` are concatenated, other values replace earlier ones."""
     joined: dict[str, Any] = {}
     for part in map(as_mapping, parts):
         for name, value in part.items():
@@ -311,9 +311,9 @@ def join(parts: Iterable[Settings]) -> dict[str, Any]:
 
 
 def in_float32(settings: Settings) -> dict[str, Any]:
-    """Change Trainer arguments to eager float32. Call this in the training process."""
+    """Return the Trainer arguments for eager float32. Call this in the training process."""
     if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
-        torch.compiler.set_stance("force_eager")  # for parts that the model itself compiles
+        torch.compiler.set_stance("force_eager")  # disables the model's own compiled parts
     arguments = dict(as_mapping(settings))
     kinds: dict[str, Any] = {"plugins": Precision, "callbacks": CompileModel}
     for name, kind in kinds.items():
@@ -334,7 +334,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def class_names(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of the classes of all callbacks and plugins."""
+    """Return the class names of all callbacks and plugins."""
     items = [item for name in LISTS for item in as_list(settings.get(name))]
     return {
         str(item["class_path"]).rpartition(".")[2]

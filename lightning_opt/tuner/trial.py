@@ -1,4 +1,4 @@
-"""A trial: the measurements of one configuration. The objective scores it."""
+"""Trials (the measurements of one configuration each), and objectives that score them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Trial:
             does not learn the same), or a failure: ``"out of memory"``, ``"error"``, ``"died"``,
             ``"timeout"``, ``"setup"``.
         why: The reason for the verdict; may be empty.
-        pairs_by_start: For each start of the processes, its rounds: seconds per step of the
-            baseline, and of this configuration.
+        pairs_by_start: For each start of the processes, one pair per round: seconds per step of
+            the baseline, and of this configuration.
         ratio: Time of a step as a share of the baseline's.
         low: Lower end of the ratio's 90% interval.
         high: Upper end.
         seconds: Median time of a step.
         peak: Peak bytes, as in :attr:`TrainingProcess.peak_bytes`.
-        peak_ratio: Peak as a share of the baseline's.
+        peak_ratio: Peak bytes as a share of the baseline's.
         agreement: The smallest cosine between its first gradient of a parameter and the baseline's;
             None if gradients were not compared.
         losses: The loss of each step.
@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def undecided(self) -> bool:
-        """Whether it is accepted, although its interval contains 1."""
+        """Whether the trial is accepted although its interval contains 1."""
         return self.verdict == "accepted" and (self.high or 0.0) >= 1
 
     @property
@@ -86,7 +86,7 @@ class Trial:
         return self.ratio or math.nan, self.low or 0.0, self.high or math.inf
 
     def set_times(self) -> None:
-        """Compute ratio, interval and seconds from the rounds, in the same way as ``compare``."""
+        """Compute ratio, interval and seconds from the rounds, as ``compare`` does."""
         interval = compare_pairs(self.pairs_by_start, confidence=0.9, offset=OFFSET)
         if interval is not None:
             self.ratio, self.low, self.high, _ = interval
@@ -153,5 +153,5 @@ class Objective:
         return Outcome(trial.peak_ratio, trial.peak_ratio * (1 + PEAK_NOISE))
 
     def may_gain(self, trial: Trial) -> bool:
-        """Return whether a trial may gain enough, so that its gradients must be compared."""
+        """Return whether a trial may gain enough. If so, its gradients must be compared."""
         return self.outcome(trial).score <= 1 - self.min_gain / 3

@@ -1,4 +1,4 @@
-"""Trials: the processes of a configuration and of the baseline take turns."""
+"""Measures trials: a configuration's process takes turns with the baseline's process."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lightning_opt.tuner.trial import Objective, Switches, Trial
 from lightning_opt.worker.training_process import FitFailed
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 14
-"""Limits of the number of rounds of a trial. One that starts slowly may take more."""
+"""Limits of the number of rounds in a trial. Trials that start slowly may exceed the maximum."""
 
 PRECISE = 0.02
 """A trial ends when half the width of its interval is below this share of the ratio."""
 
 CLEAR = 0.2
-"""It also ends when half the width is below this share of the ratio's distance from 1."""
+"""A trial also ends when half the width is below this share of the ratio's distance from 1."""
 
 TURN_SECONDS = 0.05
-"""Duration of a turn on a CPU without loader workers. In equal time, turns of 150 ms have more than
-twice the noise, because the system favours one of two processes for periods shorter than that."""
+"""Duration of a turn on a CPU without loader workers. The system favours one of two processes for
+short periods. Turns of 150 ms exceed these, and have more than twice the noise in equal time."""
 
 
 class Trials:
-    """Tries configurations against a baseline that has been measured.
+    """Measures configurations relative to the baseline.
 
     Args:
         start: Starts the process of a configuration.
@@ -52,10 +52,10 @@ class Trials:
         self._one_at_a_time = False
 
     def measure(self, switches: Switches) -> Trial:
-        """Try a configuration beside the baseline, or alone if memory does not suffice for both.
+        """Measure in turns with the baseline, or alone if both do not fit in memory.
 
         Raises:
-            BaselineFailed: If the baseline fails for another reason than memory.
+            BaselineFailed: If the baseline fails for a reason other than memory.
             TimeIsUp: If the deadline passes before the first round.
         """
         if not self._one_at_a_time:
@@ -91,7 +91,7 @@ class Trials:
         return trial
 
     def _time(self, trial: Trial, run: Run) -> None:
-        # A start may take twice as long as the baseline's, even if less of the budget is left.
+        # Starting may take twice as long as for the baseline, even if less budget is left.
         deadline = max(self.deadline, time.monotonic() + 2 * self.baseline.startup)
         (first,) = run.advance(1, deadline)
         if not self._is_too_slow(trial, run, deadline):
@@ -101,7 +101,7 @@ class Trials:
             trial.startup = max(0.0, first - (trial.seconds or 0.0))
 
     def _is_too_slow(self, trial: Trial, run: Run, deadline: float) -> bool:
-        """Take some steps; return whether the run is so much slower that its trial can end."""
+        """Take some steps. If the run is too slow, set the verdict and return True."""
         # The whole machine may be slow at the moment, so the baseline takes a turn too.
         turn_seconds = self.baseline.take_turn(self._turn_steps(run))
         reference = max(self.baseline.step_seconds, turn_seconds)
@@ -116,7 +116,7 @@ class Trials:
         return True
 
     def _take_turns(self, trial: Trial, run: Run, deadline: float, startup: float) -> None:
-        """Alternate between the baseline and a run until the ratio of their times is known."""
+        """Alternate between the baseline and the run until the ratio is precise or time is up."""
         started, steps = time.monotonic(), self._turn_steps(run)
 
         def take_turn() -> float:
@@ -130,13 +130,13 @@ class Trials:
             trial.pairs_by_start[0].append((seconds["baseline"], seconds["trial"]))
             trial.set_times()
             now = time.monotonic()
-            # A run that starts slowly is timed for longer, as another start would take as long.
+            # Time a run that starts slowly for longer: starting it again would be expensive.
             enough = rounds >= MAX_ROUNDS and now - started > startup / 2
             if rounds >= 2 and (now > self.deadline or enough or _is_decided(trial, rounds)):
                 return
 
     def _turn_steps(self, run: Run) -> int:
-        """Return the number of steps in a turn: a whole block where shorter turns are biased.
+        """Return the number of steps in a turn: a whole block if shorter turns would be biased.
 
         The end of a turn synchronizes with a GPU, and the workers of loaders pause between turns.
         """

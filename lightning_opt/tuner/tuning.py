@@ -1,4 +1,4 @@
-"""A whole search: it measures the baseline, runs the search, and prints progress."""
+"""Runs autotune: measures the baseline, searches, measures the best again, prints progress."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ PROFILER = "lightning_opt.profiling.steps.step_profiler.StepProfiler"
 PROFILER_ARGUMENTS = {"log_every_n_steps": 0, "flops": False, "print_table": False}
 
 LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
-"""The limits of trials in place of the user's. The number of epochs is finite, because schedules of
-learning rates are computed from it."""
+"""Limits for trials. They replace the user's limits. The number of epochs is finite, because
+learning rate schedules may be computed from it."""
 
 MAX_START = 300.0
-"""Seconds that the baseline may take to start, however short the budget is."""
+"""Minimum of the default timeout for the baseline's start, in seconds."""
 
 
 @dataclass(kw_only=True)
 class Tuning:
-    """A search that runs once. For the arguments see :func:`~lightning_opt.autotune`."""
+    """One call of autotune. For the arguments see :func:`~lightning_opt.autotune`."""
 
     model: Factory
     data: Factory
@@ -86,11 +86,11 @@ class Tuning:
         )
 
     def _measure_baseline(self) -> None:
-        """Run the baseline, and choose the switches to try from its facts."""
+        """Measure the baseline, and use its facts to choose the switches to try."""
         baseline = self._baseline
         self._print("trying the baseline")
         baseline.ensure_running()
-        # The budget starts now, as a model may take longer to start than the search.
+        # The budget excludes the baseline's start, which may take longer than the budget.
         self._trials.deadline = time.monotonic() + self.budget
         observed = baseline.observations
         self._space = self._make_space(observed.facts)
@@ -121,10 +121,10 @@ class Tuning:
         return self.objective.outcome(trial)
 
     def _try(self, switches: Switches) -> Trial:
-        """Try a configuration.
+        """Measure a configuration, and print the result.
 
         Raises:
-            TimeIsUp: If the rest of the budget is less than the median duration of a trial.
+            TimeIsUp: If the remaining budget is shorter than the median trial.
         """
         started = time.monotonic()
         costs = [trial.cost for trial in self._by_switches.values() if trial.switches]
@@ -138,7 +138,7 @@ class Tuning:
         return trial
 
     def _remeasure(self, search: Search) -> Switches:
-        """Measure the best configurations again in new processes; return the final best."""
+        """Measure the best configurations again in new processes. Return the best of all."""
         repeats: Counter[Switches] = Counter()
         while (switches := search.next_to_remeasure(repeats)) is not None:
             try:
@@ -151,7 +151,7 @@ class Tuning:
         return search.winner()
 
     def _largest_batches(self, best: Switches) -> dict[Switches, int]:
-        """Find the number of samples in the largest batch, with and without the best switches."""
+        """Find the largest batch size, without switches and with the best ones."""
         sizes: dict[Switches, int] = {}
         for switches in dict.fromkeys(((), best)):
             self._print_start(switches)
@@ -170,9 +170,10 @@ class Tuning:
 
         Args:
             switches: The switches that are on.
-            role: ``""``: a trial. ``"profile"``: its first steps are profiled, unless the user has
-                a profiler. ``"noise"``: it draws different random numbers. ``"float32"``: it trains
-                in eager float32. ``"batch"``: it searches the largest batch.
+            role: The purpose of the process. ``""``: a trial. ``"profile"``: profile the first
+                steps, unless the user has set a profiler. ``"noise"``: train with other random
+                numbers. ``"float32"``: train in eager float32. ``"batch"``: search for the largest
+                batch.
         """
         self._processes += 1
         file = self._folder / f"{self._processes}.pt"
@@ -210,12 +211,12 @@ class Tuning:
 
 
 def start_timeout(budget: float, baseline_startup: float, given: float | None) -> float:
-    """Return the maximum seconds for the start of a process and for each of its turns.
+    """Return the timeout in seconds for the start of a process, and for each of its turns.
 
     Args:
         budget: The budget of the search.
         baseline_startup: Seconds that the baseline took to start; 0 if it has not started yet.
-        given: The user's limit. None for the default.
+        given: The user's timeout. None for the default.
     """
     if given is not None:
         return given

@@ -1,9 +1,9 @@
 """The process of a `TrainingProcess`: it takes training steps on request.
 
 Rank 0 receives numbers of steps through a connection, sends messages back, and prints into the
-folder's log. When the connection closes, because the parent process has ended, it kills itself and
-all processes that it has started. Lightning starts the other ranks by executing this file as a
-script. They have no connection, and write a failure into the folder.
+folder's log. When the connection closes because the parent process has ended, rank 0 kills itself
+and all its descendants. Lightning starts the other ranks by executing this file as a
+script. They have no connection. They write failures into files in the folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 PAYLOAD, LOG, FAILED = "payload.pkl", "log", ".failed"
-"""Files in the folder, and the ending of the files with the failures of ranks above 0."""
+"""Files in the folder, and the suffix of the failure files of ranks above 0."""
 
 
 class Worker:
@@ -71,7 +71,7 @@ class Worker:
             kill_tree(os.getpid())
 
     def _measure_memory(self, device: torch.device) -> None:
-        # Starts the threads of the pool: without memory for them the process would die.
+        # Start the thread pool early. If memory for its threads is missing later, the process dies.
         torch.ones(1 << 20).add_(1)
         self._meter = PeakMeter(device)
         self._resident = 0 if device.type == "cuda" else self._meter.read()
@@ -103,7 +103,7 @@ class Worker:
         else:
             unfinished = self._folder / str(os.getpid())
             unfinished.write_bytes(pickle.dumps(failure))
-            unfinished.replace(unfinished.with_suffix(FAILED))  # never read by halves
+            unfinished.replace(unfinished.with_suffix(FAILED))  # the parent never reads half a file
 
 
 def train(connection: Connection, state: ProcessState, folder: str) -> None:

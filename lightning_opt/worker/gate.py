@@ -1,4 +1,4 @@
-"""A training that pauses between blocks of steps, and times each step."""
+"""Trains in blocks of steps, pauses between blocks, and times each step."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ RUN_DEFAULTS: dict[str, Any] = {
 """Default Trainer arguments: no output, no validation, no limits."""
 
 MAX_PAUSE = timedelta(days=1)
-"""Timeout of the broadcast in which ranks above 0 wait for the next block."""
+"""Timeout of the broadcast. Ranks above 0 wait in it for the next block."""
 
 SPIN_SECONDS = 0.01
-"""Seconds to wait after a block until OpenMP's threads stop spinning. Otherwise they slow down the
-first steps of the next process by up to a tenth."""
+"""Seconds to wait after a block, until OpenMP's threads stop spinning. Spinning threads slow down
+the next process's first steps by up to a tenth."""
 
 
 class Step(NamedTuple):
@@ -80,12 +80,13 @@ class Stopped(Exception):  # noqa: N818 - a way to end, not an error
 class StepGate(BaseCallback):
     """Pauses the run before its first step and after each block of steps.
 
-    The workers of its loaders are suspended too. Otherwise they would prepare batches during the
-    pause, and the next block would be too fast.
+    Loader workers are suspended too. Otherwise they would prepare batches during the pause, and the
+    next block would be too fast.
 
     Args:
-        exchange: Called on rank 0 with the Trainer and the steps of the last block, none before the
-            first one. It waits, and returns the number of steps of the next block. 0 ends the run.
+        exchange: Called on rank 0 with the Trainer and the steps of the last block (empty before
+            the first block). It waits, and returns the number of steps in the next block. 0 ends
+            the run.
 
     Attributes:
         started: Whether the run has reached its first step.
@@ -101,7 +102,7 @@ class StepGate(BaseCallback):
         self._samples: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
-        return BaseCallback()  # trials of batch sizes copy callbacks, and must not pause
+        return BaseCallback()  # the search for batch sizes copies callbacks and must not pause
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
@@ -167,7 +168,7 @@ class StepGate(BaseCallback):
 
 @contextlib.contextmanager
 def _children_suspended() -> Iterator[None]:
-    """Suspend the processes that multiprocessing has started from this one."""
+    """Suspend the child processes that multiprocessing has started."""
     import psutil
 
     stopped = []
@@ -187,8 +188,8 @@ def _children_suspended() -> Iterator[None]:
 def start_on_first_cpu(trainer: pl.Trainer) -> None:
     """Move this thread to the CPU where all runs start their steps, without pinning it there.
 
-    For seconds, the CPUs of a shared machine can differ in speed by a tenth, and a thread mostly
-    stays on its CPU. Pinning would also pin the threads and workers that the training starts.
+    The CPUs of a shared machine can differ in speed by a tenth for seconds. A thread mostly stays
+    on its CPU, so pinning is not needed. It would also pin threads and workers started later.
     """
     if trainer.strategy.root_device.type == "cpu" and hasattr(os, "sched_setaffinity"):
         allowed = allowed_cpus()
@@ -204,7 +205,7 @@ def _loss_of(outputs: Any, accumulated: int) -> Any:
 
 
 class _LenientSchedulers(BaseCallback):
-    """Lets schedulers of learning rates skip updates whose monitored metric is missing."""
+    """Makes learning rate schedulers skip an update if their monitored metric is missing."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for scheduler in trainer.lr_scheduler_configs:
@@ -214,8 +215,8 @@ class _LenientSchedulers(BaseCallback):
 def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
     """Remove the callbacks from Trainer arguments, and return those that work in a short run.
 
-    Checkpoint callbacks do not work if checkpoints are disabled, early stopping not without
-    validation.
+    Checkpoint callbacks are removed if checkpoints are disabled. Early stopping is removed if there
+    is no validation.
     """
     given = arguments.pop("callbacks", None) or []
     required = {Checkpoint: "enable_checkpointing", EarlyStopping: "limit_val_batches"}

@@ -26,7 +26,7 @@ SHORT_NAMES = ("callbacks", "strategies", "plugins", "loggers", "profilers")
 
 
 def check_factory(name: str, given: Any) -> Any:
-    """Return a factory, or raise. Import paths are resolved later, by :func:`make`."""
+    """Return ``given`` if it is a factory, else raise. :func:`make` resolves import paths later."""
     if isinstance(given, str):
         if not all(given.rpartition(":")[::2]):
             raise ValueError(
@@ -118,7 +118,7 @@ def _module_of_file(path: str) -> ModuleType:
     if not file.exists():
         raise ImportError(f"There is no file {str(path)!r}.")
     if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # for its imports, as in a script
+        sys.path.insert(0, str(file.parent))  # the file's imports then work as in a script
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -1,6 +1,6 @@
 """Starts processes that train, and kills them with all processes that they have started.
 
-A new interpreter imports torch and Lightning for seconds, longer than many measurements take. On
+A new interpreter takes seconds to import torch and Lightning, longer than many measurements. On
 Linux without CUDA, the standard library's fork server imports them once and is then forked: a run
 starts in 0.2 s instead of 5.
 """
@@ -100,12 +100,12 @@ def _launch_server(context: Any) -> None:
     import psutil
 
     here = psutil.Process()
-    resource_tracker.ensure_running()  # first, because its start unblocks Ctrl-C
+    resource_tracker.ensure_running()  # start it first: its start unblocks Ctrl-C
     before = here.children()
     with defer_ctrl_c():
         forkserver.ensure_running()
     for server in set(here.children()) - set(before):
-        Finalize(None, server.kill, exitpriority=-1)  # by itself it would end seconds later
+        Finalize(None, server.kill, exitpriority=-1)  # otherwise it ends seconds later
     # The start of a process returns when the server is ready.
     first_start = threading.Thread(target=context.Process(target=os.getpid).start, daemon=True)
     first_start.start()
@@ -118,10 +118,10 @@ def _launch_server(context: Any) -> None:
 
 @contextlib.contextmanager
 def defer_ctrl_c() -> Iterator[None]:
-    """Handle Ctrl-C at the end of the context, so that no new file or process is lost track of.
+    """Defer Ctrl-C to the end of the context, so that every new file or process is cleaned up.
 
-    A terminal sends Ctrl-C to all processes. The signal is also blocked, because processes that are
-    started here inherit the mask and then ignore it.
+    A terminal sends Ctrl-C to all processes. The signal is also blocked: processes started here
+    inherit the mask, and discard the signal before they unblock it.
     """
     handler = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -143,7 +143,7 @@ def defer_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_main_script() -> Iterator[None]:
-    """Keep multiprocessing from executing the user's script again: it may have no main guard."""
+    """Keep multiprocessing from running the user's script again, which may lack a main guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -205,6 +205,6 @@ def kill_tree(pid: int) -> None:
     for member in family:
         with contextlib.suppress(psutil.Error):
             member.kill()
-    if hasattr(os, "killpg"):  # also processes whose parent has ended
+    if hasattr(os, "killpg"):  # also kills processes whose parent has ended
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

@@ -27,10 +27,10 @@ from lightning_opt.worker.starting import defer_ctrl_c, kill_tree, start_process
 __all__ = ["FitFailed", "Step", "TrainingProcess"]
 
 GRACE_SECONDS = 5.0
-"""Seconds for a run to clean up when it is asked to end, and to disappear when it is killed."""
+"""Seconds to wait for a run to clean up after a request to end, and to exit after a kill."""
 
 POLL_SECONDS = 0.1
-"""Seconds between checks that a silent process is alive."""
+"""Seconds between checks whether a silent process is alive."""
 
 STACK_SECONDS = 0.5
 """Seconds for a process to write its stacks."""
@@ -129,7 +129,7 @@ class TrainingProcess:
         except BaseException:  # Ctrl-C too
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        # The priority runs it before multiprocessing waits for all processes at exit.
+        # The priority makes it run before multiprocessing waits for all processes at exit.
         resources = (self._process, self._connection, self._folder)
         self._finalizer = Finalize(self, _end, args=resources, exitpriority=1)
 
@@ -172,7 +172,7 @@ class TrainingProcess:
         """End the run. It is killed if it does not clean up within a few seconds."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, Exception):
-            self._finalizer()  # Ctrl-C: at once
+            self._finalizer()  # Ctrl-C: kill at once
         self.ask_to_end()
         if not self.closed:
             self._process.join(GRACE_SECONDS)
@@ -212,7 +212,7 @@ class TrainingProcess:
     def _receive(self) -> Any:
         deadline = time.monotonic() + self.timeout
         while not self._connection.poll(max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))):
-            if any(self._folder.glob(f"*{FAILED}")):  # rank 0 may wait for that rank forever
+            if any(self._folder.glob(f"*{FAILED}")):  # rank 0 may wait for the failed rank forever
                 self._fail("died", "Another rank has failed.")
             if not self._process.is_alive():
                 assert self._process.pid is not None
@@ -253,7 +253,7 @@ class TrainingProcess:
             return ""
 
     def _fail(self, kind: str, message: str, details: str = "", at: float = math.inf) -> NoReturn:
-        """Raise the first failure of all ranks, which is the cause of the others."""
+        """Raise the earliest failure of all ranks. It usually causes the others."""
         others = [pickle.loads(file.read_bytes()) for file in self._folder.glob(f"*{FAILED}")]
         _, *first = min([(at, kind, message, details), *others])
         self._failure = FitFailed(*first)

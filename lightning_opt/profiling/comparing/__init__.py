@@ -1,1 +1,1 @@
-"""Functions or runs timed in turns, with confidence intervals."""
+"""Times functions or runs in turns, and computes confidence intervals of their ratios."""

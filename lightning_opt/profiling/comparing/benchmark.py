@@ -1,4 +1,4 @@
-"""Functions timed in turns."""
+"""Times functions in turns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.comparing.result import Measured, ratio_columns, verdict_note
 
 OFFSET = 0.005
-"""Assumed standard deviation of the permanent difference between two equal functions in a process,
-which comes from the addresses of their memory."""
+"""Assumed standard deviation of the constant difference between two equal functions in a process.
+Their memory has different addresses, which causes the difference."""
 
 MAX_CALLS = 1 << 20
 
@@ -28,11 +28,11 @@ class BenchmarkResult(Measured):
     """The result of :func:`benchmark`.
 
     Attributes:
-        report: A row per function: median and quartiles of the seconds of a call, the ratio to the
-            first function with its interval, and a verdict.
-        seconds: For each function the seconds of one call, one number a round.
-        ratios: For each function except the first its :class:`Ratio` to the first.
-        calls: For each function the number of calls in one timing.
+        report: One row per function: median and quartiles of the seconds per call, the ratio to
+            the first function with its interval, and a verdict.
+        seconds: Seconds per call in each round, by function.
+        ratios: The :class:`Ratio` of each function to the first function. It excludes the first.
+        calls: Number of calls in one timing, by function.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BenchmarkResult(Measured):
         super().__init__(Report("Seconds of a call", rows, notes), ratios)
 
     def to_json(self) -> str:
-        """Return report and timings as JSON."""
+        """Return the report and the timings as JSON."""
         details = {"seconds_of_rounds": self.seconds, "calls_of_a_timing": self.calls}
         return json.dumps({**json.loads(self.report.to_json()), **details}, indent=2)
 
@@ -77,10 +77,10 @@ def benchmark(
 ) -> BenchmarkResult:
     """Time functions in turns, and test whether they differ.
 
-    Each function is timed once a round, in an order that rotates, so that a slow moment of the
-    machine hits all of them. The ratio to the first is the median of the ratios within rounds. Its
-    interval allows for outliers, for rounds that depend on each other, and for the half percent by
-    which two equal functions of a process differ permanently.
+    Each function is timed once per round, in rotating order, so that a slow moment of the machine
+    affects all of them. The ratio to the first function is the median of the ratios within rounds.
+    Its interval allows for outliers and for correlated rounds. It also allows for a constant
+    difference of half a percent, which two equal functions in a process can have.
 
     ``"no difference"`` means that the interval contains 1, or that the ratio is within
     ``tolerance`` of 1. It does not prove that the two are equal: a difference as small as the
@@ -89,18 +89,18 @@ def benchmark(
     Args:
         functions: One function without arguments, or several by name; the first is the reference.
         warmup: Rounds whose timings are discarded.
-        iterations: Calls per timing, for all functions. None: as many as take ``min_seconds``, for
-            each function.
+        iterations: Calls per timing, for all functions. None: for each function, as many calls as
+            take ``min_seconds``.
         min_seconds: Minimum duration of a timing.
         rounds: Timings of each function.
         device: The device to wait for at both ends of a timing. None: the GPU if torch has
             initialized one, else the CPU.
         confidence: Confidence level of the interval.
-        tolerance: Smaller differences count as none: 0.01 is one percent.
+        tolerance: Smaller differences count as no difference: 0.01 is one percent.
 
     Raises:
         TypeError: If there is no function.
-        ValueError: For a number out of range.
+        ValueError: If a number is out of range.
 
     Example:
         >>> import lightning_opt as lo, torch
@@ -157,7 +157,7 @@ def _named(functions: Any) -> dict[str, Callable[[], object]]:
 
 
 def _calls(function: Callable[[], object], seconds: float, device: torch.device) -> int:
-    """Return the number of calls that take ``seconds``, by the shorter of two timings."""
+    """Find the number of calls that take ``seconds``. The shorter of two timings counts."""
     calls = 1
     while calls < MAX_CALLS:
         taken = calls * min(time_calls(function, calls, device) for _ in range(2))

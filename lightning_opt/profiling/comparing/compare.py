@@ -1,4 +1,4 @@
-"""Trainer configurations timed in turns: step time, memory and loss."""
+"""Compares Trainer configurations in turns: step time, memory and loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_opt.worker.recipes import Factory, Settings, check_factory, check
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 MIN_TURN_SECONDS = 0.1
-"""Smallest duration of a turn if ``steps`` is None."""
+"""Minimum duration of a turn if ``steps`` is None."""
 
 
 def compare(
@@ -37,21 +37,20 @@ def compare(
     """Train under several Trainer configurations in turns, and test whether they differ.
 
     Each configuration is a real run in its own process. All processes are alive at once and take
-    turns of a few steps, in rotating order, so that a slow minute of the machine hits all of them.
-    All processes are started ``starts`` times, because one process can stay a little faster than
-    another with the same settings. A configuration that fails becomes a row with its failure; the
-    others continue.
+    turns of a few steps, in rotating order, so that a slow minute of the machine affects all of
+    them. All processes are started ``starts`` times, because one process can stay a little faster
+    than another with the same settings. If a configuration fails, its row states the failure, and
+    the other configurations continue.
 
     ``"no difference"`` means that the confidence interval of the ratio to the first configuration
     contains 1, or that the ratio is within ``tolerance`` of 1. It does not prove that the two are
-    equal: the interval, and a note below the table, give the smallest difference that could be
-    seen.
+    equal. The interval, and a note below the table, give the smallest detectable difference.
 
-    A step is one batch, timed from the end of one batch to the end of the next: data and
-    callbacks are included, validation and checkpoints only if the settings enable them; loggers
-    write nothing. The first step after a pause is not timed; loader workers pause too. Ratios
-    come from means of turns, so they include work that happens every few steps, but not work so
-    rare that most turns lack it.
+    A step is one batch. Its time runs from the end of the previous batch to its own end, so it
+    includes data and callbacks. Validation and checkpoints are included only if the settings enable
+    them. Loggers write nothing. Loader workers pause between turns, and the first step after a
+    pause is not timed. Ratios are computed from means of turns. They include work that happens
+    every few steps, but not work so rare that it is missing from most turns.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path
@@ -65,15 +64,15 @@ def compare(
         starts: Starts of each configuration's process.
         warmup: Steps at the start of each run that are not timed.
         seed: Seed of all random numbers; the same for all runs, so that losses are comparable.
-        seconds: Stop after this time with the measurements so far; each run takes at least two
-            turns.
-        timeout: Seconds that the start of a run or one turn may take.
+        seconds: Time limit. The result then contains the measurements so far, but at least two
+            turns of each run.
+        timeout: Maximum seconds for the start of a run, and for each turn.
         confidence: Confidence level of the interval.
-        tolerance: Smaller differences count as none: 0.01 is one percent.
+        tolerance: Smaller differences count as no difference: 0.01 is one percent.
 
     Raises:
         TypeError: If model, data or settings are not factories.
-        ValueError: Without configurations, or for a number out of range.
+        ValueError: If there are no configurations, or a number is out of range.
 
     Example:
         >>> result = lo.compare(  # doctest: +SKIP
@@ -154,7 +153,7 @@ def _train_in_turns(
             if rounds_taken == rounds or (rounds_taken >= 2 and time.monotonic() >= end):
                 break
         for process in processes.values():
-            process.ask_to_end()  # all at once; the stack then waits for each
+            process.ask_to_end()  # processes end in parallel; the stack then waits for each
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Results of `benchmark` and `compare`: tables, and ratios to the first row."""
+"""The results of `benchmark` and `compare`: tables with ratios to the first row."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_opt.worker.gate import Step
 from lightning_opt.worker.training_process import FitFailed
 
 OFFSET = 0.008
-"""Standard deviation of the logarithm of the ratio between the times of two equal runs in processes
-of their own. In 100 comparisons of equal runs, of two starts each, it was 0.006 with noise:
-``comparing_calibration.py``."""
+"""Assumed standard deviation of log(ratio) for two equal runs, each in its own process. It was
+0.006 including noise in 100 comparisons of equal runs, with two starts each. To measure it again,
+run ``comparing_calibration.py``."""
 
 MAX_SMOOTHED = 10
 """Maximum number of steps over which a loss is averaged."""
@@ -37,7 +37,7 @@ class Measured:
 
 
 def verdict_note(ratios: Mapping[str, Ratio], confidence: float, tolerance: float) -> str:
-    """Explain the verdicts, with the smallest difference that would have been seen."""
+    """Explain the verdicts, and state the smallest detectable difference."""
     margin = max(ratio.high / ratio.value - 1 for ratio in ratios.values())
     return (
         f"Ratios with {100 * confidence:g}% intervals. No difference: the interval contains 1, or "
@@ -47,7 +47,7 @@ def verdict_note(ratios: Mapping[str, Ratio], confidence: float, tolerance: floa
 
 
 def ratio_columns(ratio: Ratio | None) -> dict[str, Any]:
-    """Return the cells of a ratio in a table. None marks the reference row."""
+    """Return the table cells for a ratio. None marks the reference row."""
     if ratio is None:
         return {"ratio": 1.0, "low": None, "high": None, "verdict": ""}
     numbers = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
@@ -55,7 +55,7 @@ def ratio_columns(ratio: Ratio | None) -> dict[str, Any]:
 
 
 class Training:
-    """One training of a configuration."""
+    """The steps of one training of a configuration."""
 
     def __init__(self, steps: list[Step]) -> None:
         self.steps = steps
@@ -67,10 +67,10 @@ class Run:
 
     Attributes:
         name: The configuration's name.
-        trainings: One for each start of its process.
-        failure: The failure that ended it, or None.
-        peak: Peak of memory in bytes, None before the first turn.
-        summary: Its device, the number of devices and the process ID.
+        trainings: One training for each start of the process.
+        failure: The failure that ended the run, or None.
+        peak: Peak memory in bytes; None before the first turn.
+        summary: The device, the number of devices and the process ID.
     """
 
     def __init__(self, name: str) -> None:
@@ -89,11 +89,11 @@ class Comparison(Measured):
     """The result of :func:`compare`.
 
     Attributes:
-        report: A row per configuration: median and quartiles of the milliseconds of a step, samples
-            per second, the ratio to the first configuration with its interval and a verdict, peak
-            memory, and the loss after equal steps.
-        ratios: For each configuration except the first and the failed ones its ``Ratio`` to the
-            first.
+        report: One row per configuration: median and quartiles of the milliseconds per step,
+            samples per second, the ratio to the first configuration with its interval and a
+            verdict, peak memory, and the loss after equal steps.
+        ratios: The ``Ratio`` of each configuration to the first. It excludes the first and the
+            failed ones.
         failures: The ``FitFailed`` of each failed configuration.
         runs: All steps of each configuration.
     """
@@ -130,7 +130,7 @@ class Comparison(Measured):
         ]
 
     def _cost(self, steps: Sequence[Step]) -> float:
-        """Return the seconds of a step, or of a sample where batches differ in size."""
+        """Return the mean seconds per step, or per sample if batches differ in size."""
         total = math.fsum(step.seconds for step in steps)
         return total / (sum(step.samples for step in steps) if self._per_sample else len(steps))
 
@@ -176,7 +176,7 @@ class Comparison(Measured):
         return notes
 
     def to_json(self) -> str:
-        """Return report, ratios and the seconds and losses of every step as JSON."""
+        """Return the report, all failures, and the seconds and losses of every step as JSON."""
         details = {
             name: [
                 {
@@ -200,7 +200,7 @@ def _finite(value: float) -> float | None:
 
 
 def _losses_after_equal_steps(runs: Mapping[str, Run]) -> dict[str, float | None]:
-    """Return the loss of each run after as many steps as the shortest run has taken."""
+    """Return each run's loss at the last step that all runs have reached."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for trainings in zip(*(run.trainings for run in runs.values()), strict=False):
         count = min(len(training.steps) for training in trainings)

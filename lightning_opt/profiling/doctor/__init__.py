@@ -1,1 +1,1 @@
-"""A checklist answered from what the callbacks have measured."""
+"""Answers a checklist from the measurements of the callbacks."""

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MAX_USER_SEED = 2**32
-"""Seeds set by users are smaller; seeds that torch draws by itself are larger."""
+"""Seeds below this value are set by users. Seeds that torch draws by itself are larger."""
 
 NEARLY_FULL, HALF_EMPTY = 0.95, 0.5
-"""Shares of a limit of memory: above the first a run may soon fail, below the second a larger batch
-fits on a GPU."""
+"""Shares of available memory. Above the first, a run may soon run out of memory. Below the second,
+a larger batch fits on a GPU."""
 
 
 def profile(trainer: pl.Trainer) -> Verdict | None:
@@ -36,7 +36,7 @@ def profile(trainer: pl.Trainer) -> Verdict | None:
 
 
 def memory(trainer: pl.Trainer) -> list[Verdict]:
-    """How near did memory come to its limit?"""
+    """How close was peak memory to its limit?"""
     device = trainer.strategy.root_device
     if device.type != "cuda" and not trainer.global_step:
         return []
@@ -102,7 +102,7 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
     module = trainer.lightning_module
     if module is None:
         return None
-    # Only this process's shards: not all ranks may call this, so no collective.
+    # Check only this process's shards. A collective would hang if only some ranks call this.
     bad = [
         name
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers())
@@ -110,7 +110,7 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
         and not bool(torch.isfinite(local_part(tensor.detach())).all())
     ]
     if not bad:
-        return None  # without a guard nothing is known about skipped steps
+        return None  # only a guard can count bad steps
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     finding = f"{bad[0]}{more} of the model's tensors are NaN or infinite."
     advice = "Resume from a good checkpoint, and add NonFiniteGuard(policy='rollback')."
@@ -118,7 +118,7 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
 
 
 def clipping(trainer: pl.Trainer) -> Verdict | None:
-    """Does the Trainer clip?"""
+    """Does the Trainer clip gradients?"""
     value = trainer.gradient_clip_val
     if not value:
         return None

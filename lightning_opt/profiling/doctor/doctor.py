@@ -51,9 +51,9 @@ class Diagnosis(Report):
     Prints as text, renders in a notebook, and converts to markdown or JSON.
 
     Attributes:
-        verdicts: One for each question. Those that need attention come first, by their gain.
-        rows: The same as a table: question, verdict (``ok``, ``look``, ``unknown``), finding and
-            advice.
+        verdicts: One for each question. Verdicts that need attention come first, sorted by gain.
+        rows: The verdicts as table rows: topic, question, verdict (``ok``, ``look``, ``unknown``),
+            finding and advice.
     """
 
     def __init__(self, verdicts: Sequence[Verdict], notes: Sequence[str] = ()) -> None:
@@ -80,7 +80,7 @@ class Diagnosis(Report):
         return next(verdict for verdict in self.verdicts if verdict.topic == topic)
 
     def topics(self, state: State) -> list[str]:
-        """Return the topics with this verdict."""
+        """Return the topics whose verdict has this state."""
         return [verdict.topic for verdict in self.verdicts if verdict.state == state]
 
     def to_text(self) -> str:
@@ -96,13 +96,13 @@ class Diagnosis(Report):
 def doctor(trainer: pl.Trainer) -> Diagnosis:
     """Answer a checklist from the measurements of a run.
 
-    Call it after ``fit``; it runs nothing itself. Verdicts come from every callback, profiler,
-    strategy or plugin with a method ``diagnose() -> list[Verdict]``, and from the Trainer. If there
-    are several on one topic, the one that needs attention is used. A topic without a verdict is
-    ``unknown``, with a hint how to measure it.
+    Call it after ``fit``. It does not train. It collects verdicts from the Trainer, and from every
+    callback, profiler, strategy or plugin with a method ``diagnose() -> list[Verdict]``. If a topic
+    has several verdicts, the one that needs attention is used. A topic without a verdict is
+    ``unknown``, and the advice states how to measure it.
 
     Args:
-        trainer: The Trainer after its run; before, most verdicts are ``unknown``.
+        trainer: The Trainer after its run. Before the run, most verdicts are ``unknown``.
 
     Returns:
         One verdict per question, with advice if there is something to do.
@@ -138,7 +138,7 @@ def doctor(trainer: pl.Trainer) -> Diagnosis:
 
 
 def parts_of(trainer: pl.Trainer) -> list[Any]:
-    """Return callbacks, profilers, strategy and plugin that are ours or have ``diagnose``."""
+    """Return the callbacks, profilers, strategy and plugin that are ours or have ``diagnose``."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     profilers = (getattr(owner, "profiler", None) for owner in (*callbacks, trainer))
     others = (getattr(trainer, name, None) for name in ("strategy", "precision_plugin"))
@@ -148,7 +148,7 @@ def parts_of(trainer: pl.Trainer) -> list[Any]:
 
 
 def code_of(advice: str) -> str:
-    """Return the first call that an advice names, as a line of code; empty without one."""
+    """Return the first call in a text of advice as a line of code; empty if there is none."""
     match = re.search(r"\b([A-Za-z_][\w.]*)\((?:[^()]|\([^()]*\))*\)", advice)
     if match is None:
         return ""
@@ -165,7 +165,7 @@ def _priority(verdict: Verdict) -> tuple[int, float]:
 def collect(
     function: Any, name: str, notes: list[str], *arguments: Any, kind: Any = Verdict
 ) -> list[Any]:
-    """Return a function's results of one type. An exception becomes a note."""
+    """Call a function and return its results of type ``kind``. An exception becomes a note."""
     try:
         result = function(*arguments)
     except Exception as error:  # one failure must not hide the other verdicts

@@ -1,1 +1,1 @@
-"""Step time, throughput, utilisation, and when a run became slower."""
+"""Monitors step time, throughput and utilisation, and detects when a run slows down."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARMUP = 2
-"""Steps at the start that are not timed: caches are cold, and some models compile in step 2."""
+"""Number of first steps that are not timed: caches are cold, and some models compile in step 2."""
 
 CAUSES = (
     "DataMonitor measures waiting for data, LeakDetector growing memory; perf/gpu_celsius shows "
@@ -40,16 +40,16 @@ class PerformanceMonitor(RunCallback):
     """Logs speed and use of the machine, and warns when the run slows down.
 
     A step lasts from the end of one batch to the end of the next, so waiting for data counts.
-    Validation, the wait for an epoch's first batch and the first two steps do not count. On CUDA
+    Validation, the wait for an epoch's first batch and the first two steps do not count. On CUDA,
     steps are timed by events, without waiting for the device. A thread samples CPU, memory and GPU
-    while training runs. The GPU is found by its UUID, so ``CUDA_VISIBLE_DEVICES`` and MIG are
+    during training. The GPU is identified by its UUID, so ``CUDA_VISIBLE_DEVICES`` and MIG are
     respected.
 
-    If throughput falls by ``slowdown`` and stays low, it warns once, with the step at which the
+    If throughput falls by ``slowdown`` and stays low, one warning states the step at which the
     slowdown began.
 
-    Logged every ``every_n_steps`` batches, by rank 0 for its own process and device; unknown values
-    are omitted:
+    Rank 0 logs these values of its own process and device every ``every_n_steps`` batches. Unknown
+    values are omitted:
 
     ============================== ================================================================
     ``perf/step_seconds``          median of the steps since the last report
@@ -68,15 +68,15 @@ class PerformanceMonitor(RunCallback):
     Args:
         every_n_steps: Batches between two reports, at least 1.
         sample_seconds: Seconds between two samples of the machine, at least 0.01.
-        tokens: Tokens per sample as a number, or a key of the batch: then the elements of its
-            tensor are counted, padding included.
-        slowdown: Loss of throughput that triggers a warning, from 0.01 to 0.99; None for never.
+        tokens: Number of tokens per sample, or a key of the batch. With a key, the elements of that
+            tensor are counted, including padding.
+        slowdown: Drop of throughput that triggers a warning, from 0.01 to 0.99; None for never.
 
     Attributes:
         record: The measurements of the last run.
 
     Raises:
-        ValueError: For arguments out of range; at the first batch if it has no ``tokens``.
+        ValueError: If an argument is out of range; at the first batch if it has no key ``tokens``.
 
     Example:
         >>> import lightning as L
@@ -123,7 +123,7 @@ class PerformanceMonitor(RunCallback):
 
     @property
     def fall(self) -> Slowdown | None:
-        """The slowdown of the run: its step, and the throughput before and after; else None."""
+        """The slowdown of the run (step, throughput before and after), or None."""
         return None if self.slowdown is None else self._throughput.find_slowdown(self.slowdown)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
@@ -143,10 +143,10 @@ class PerformanceMonitor(RunCallback):
         self._window_step = trainer.global_step
         whole = self._throughput.whole
         if whole and whole[-1][0] > trainer.global_step:
-            self._throughput = Throughput()  # the same model, but from step 0 again
+            self._throughput = Throughput()  # the same model trains again from step 0
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Discard the running step, which would include validation or the start of workers."""
+        """Discard the current step. It would include validation or the start of workers."""
         if self._clock is not None:
             self._clock.pause()
 
@@ -163,7 +163,7 @@ class PerformanceMonitor(RunCallback):
         self._clock.start()
 
     def _start_sampling(self, trainer: pl.Trainer, batch: Any) -> None:
-        # Not earlier: loader workers must be forked from a process without the thread.
+        # Start the thread only now: loader workers must be forked from a process without it.
         self._tokens_of(batch)  # raises if the batch has no such key
         device = trainer.strategy.root_device
         gpu = find_gpu(device)
@@ -198,7 +198,7 @@ class PerformanceMonitor(RunCallback):
                 log_scalars(trainer, {f"perf/{key}": value for key, value in scalars.items()})
 
     def _take_steps(self, *, wait: bool = False) -> Work:
-        """Return the finished steps, and add them to the record."""
+        """Return the steps timed since the last call, and add them to the record."""
         window = Work()
         for seconds in self._clock.read(wait=wait) if self._clock is not None else ():
             amount = self._amounts.popleft()
@@ -207,7 +207,7 @@ class PerformanceMonitor(RunCallback):
         return window
 
     def _close_window(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return the logged values of the steps and samples since the last report."""
+        """Return the values to log for the steps and samples since the last report."""
         window = self._take_steps()
         start, self._window_step = self._window_step, trainer.global_step
         samples = Record()
@@ -229,7 +229,7 @@ class PerformanceMonitor(RunCallback):
         return samples
 
     def _check_throughput(self, trainer: pl.Trainer, start: int, window: Work) -> None:
-        """Add a window to the history of the throughput, and warn if throughput has fallen."""
+        """Add a window to the throughput history. Warn once if throughput has fallen."""
         if self.slowdown is None:
             return
         amount = window.samples if self.tokens is None else window.tokens
@@ -246,7 +246,7 @@ class PerformanceMonitor(RunCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the last steps."""
         if self._clock is not None:
-            self._take_steps(wait=True)  # an incomplete window, not for the throughput's history
+            self._take_steps(wait=True)  # not in the throughput history: the window is incomplete
             self._losses.flush()
         self.release(trainer)
 
@@ -273,7 +273,7 @@ class PerformanceMonitor(RunCallback):
         self._losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps and the history of the throughput, as plain types."""
+        """Return the number of steps and the throughput history, as plain types."""
         throughput = self._throughput.state_dict()
         return {"steps": self._steps, "throughput": throughput, "warned": self._warned}
 

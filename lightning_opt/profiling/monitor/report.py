@@ -1,4 +1,4 @@
-"""The measurements of a run, and the table and verdicts made of them."""
+"""The measurements of a run, and their table and verdicts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ UNITS = {
 }
 
 MIN_GPU_PERCENT = 70.0
-"""Below this share of time in which a GPU runs anything, the verdict is ``look``."""
+"""The verdict is ``look`` if the GPU is busy for a smaller percentage of the time."""
 
 MIN_LOSSES, SIGNIFICANCE = 8, 0.01
-"""Losses needed for a verdict on the trend, and its significance level."""
+"""Minimum number of losses for a verdict on their trend, and its significance level."""
 
 
 class Record:
@@ -38,9 +38,9 @@ class Record:
         device: Name of the device.
         ranks: Number of processes.
         work: The timed steps.
-        losses: Losses of the batches at which a report was due, by number.
-        samples: For each sampled quantity: count, sum and largest value.
-        notes: Sentences about the sampling.
+        losses: The loss of each batch at which a report was due, by the batch's number.
+        samples: Count, sum and largest value of each sampled quantity.
+        notes: Notes on the sampling.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Record:
         self.notes: list[str] = []
 
     def add(self, samples: Sequence[Mapping[str, float]]) -> None:
-        """Add samples."""
+        """Add samples to the count, sum and largest value of each quantity."""
         for sample in samples:
             for name, value in sample.items():
                 number, total, largest = self.samples.get(name, (0, 0.0, value))
@@ -97,7 +97,7 @@ def _row(quantity: str, unit: str, typical: float, high: float | None = None) ->
 
 
 def describe(slowdown: Slowdown) -> str:
-    """Return a slowdown as a sentence."""
+    """Describe a slowdown in one sentence."""
     return (
         f"Throughput has fallen by {slowdown.drop:.0%} since about step {slowdown.step}, from "
         f"{slowdown.before:.4g} to {slowdown.after:.4g} per second."
@@ -109,7 +109,7 @@ def judge(record: Record, slowdown: Slowdown | None, *, watched: bool) -> list[V
 
     Args:
         record: The measurements.
-        slowdown: A slowdown that was found.
+        slowdown: The slowdown of the run, or None.
         watched: Whether the monitor looked for slowdowns.
     """
     if not record.work.steps.count:

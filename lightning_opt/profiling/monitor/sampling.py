@@ -1,4 +1,4 @@
-"""Samples the run's processes and its GPU, in a thread."""
+"""A thread that samples the run's processes and its GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SAMPLES = 4096
-"""Samples that wait for a report; older ones are dropped."""
+"""Maximum number of samples kept until the next report. The oldest samples are dropped."""
 
 JOIN_SECONDS = 5.0
-"""Longest wait for the thread at the end of a run, in case the driver hangs."""
+"""Maximum wait for the thread at the end of a run. The thread never ends if the driver hangs."""
 
 THREAD_NAME = "lightning_opt.PerformanceMonitor"
 
@@ -43,15 +43,15 @@ class GpuReader:
 
     @property
     def name(self) -> str:
-        """Its UUID, as NVML writes it."""
+        """The GPU's UUID in NVML's notation."""
         return str(self._query(self._library.nvmlDeviceGetUUID))
 
     def read(self) -> dict[str, float]:
-        """Read the GPU. Takes up to some milliseconds, without holding Python's lock.
+        """Read the GPU. This takes up to a few milliseconds, and other Python threads can run.
 
         Returns:
-            By logged name: the percentage of the last moments in which a kernel ran, the memory
-            that all processes use, power, and temperature. Values that the driver does not offer
+            Values by logged name: the percentage of recent time in which a kernel ran, the memory
+            used by all processes, power, and temperature. Values that the driver does not provide
             (such as the use of a MIG slice) are missing.
         """
         library = self._library
@@ -75,10 +75,11 @@ class GpuReader:
 
 
 def find_gpu(device: torch.device) -> GpuReader | None:
-    """Return the reader of a CUDA device; None without NVML, or if NVML cannot find the device.
+    """Return a reader for a CUDA device; None without NVML, or if NVML cannot find the device.
 
-    CUDA and NVML number devices differently, so it is found by its UUID. A MIG slice is found by
-    its name in ``CUDA_VISIBLE_DEVICES``, because CUDA may report the UUID of the whole board.
+    CUDA and NVML number devices differently, so the device is identified by its UUID. A MIG slice
+    is identified by its name in ``CUDA_VISIBLE_DEVICES``, because CUDA may report the UUID of the
+    whole board.
     """
     library = open_nvml() if device.type == "cuda" else None
     if library is None:
@@ -100,13 +101,13 @@ class Processes:
         self.sample()
 
     def sample(self) -> tuple[float, int, int]:
-        """Return CPU percent since the last sample, resident bytes, and number of descendants."""
+        """Return CPU percent since the last call, resident bytes, and the number of descendants."""
         import psutil
 
         known, self._known = self._known, {}
         percent, resident = 0.0, 0
         for pid in (os.getpid(), *descendants(os.getpid())):
-            with contextlib.suppress(psutil.Error):  # it has just ended
+            with contextlib.suppress(psutil.Error):  # the process has just ended
                 process = known.get(pid) or psutil.Process(pid)
                 percent += process.cpu_percent()
                 resident += process.memory_info().rss
@@ -115,9 +116,9 @@ class Processes:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below ``pid``, at any depth.
+    """Return the process IDs of all descendants of ``pid``.
 
-    Linux usually lists children by thread. Elsewhere psutil has to check every process.
+    Linux usually lists the children of each thread. Otherwise psutil has to check every process.
     """
     try:
         direct = [
@@ -128,7 +129,7 @@ def descendants(pid: int) -> list[int]:
     except OSError:
         import psutil
 
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
         return []
     return direct + [below for child in direct for below in descendants(child)]
@@ -142,16 +143,16 @@ def _read(path: str) -> str:
 class Sampler:
     """A thread that takes samples until it is stopped.
 
-    A sample is a dict by logged name: CPU percent of the process and its descendants (100 is one
-    core), their resident memory (shared pages count in each), the number of descendants, and the
-    values of the GPU.
+    A sample is a dict of values by logged name. It contains CPU percent of the process and its
+    descendants (100 is one core), their resident memory (shared pages count in each), the number of
+    descendants, and the values of the GPU.
 
     Args:
         seconds: Seconds between two samples.
-        gpu: The GPU; None without one, or without NVML.
+        gpu: The reader of the GPU; None without a GPU or without NVML.
 
     Attributes:
-        failure: The error that ended the thread; empty without one.
+        failure: The error that ended the thread; empty if there was none.
     """
 
     def __init__(self, seconds: float, gpu: GpuReader | None) -> None:
@@ -182,6 +183,6 @@ class Sampler:
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def stop(self) -> None:
-        """End the thread, and wait for its end."""
+        """Stop the thread, and wait until it has ended."""
         self._ended.set()
         self._thread.join(timeout=JOIN_SECONDS)

@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 from lightning_opt.core.numerics.trend import mann_kendall
 
 MAX_POINTS = 96
-"""Largest number of points of a history; even."""
+"""Maximum number of points in a history. Must be even, because points are merged in pairs."""
 
 MIN_BEFORE, MIN_AFTER = 10, 5
-"""Points needed before and after the start of a slowdown."""
+"""Minimum number of points before and after the start of a slowdown."""
 
 SIGNIFICANCE, MIN_STANDARD_ERRORS = 0.01, 5.0
-"""Significance level of the trend, and the smallest difference in standard errors. The latter is
-strict, because it is tested at every report and the noise is estimated from the residuals of a
-fit."""
+"""Significance level of the trend, and the minimum drop in standard errors. The minimum is high,
+because every report repeats the test, and the residuals of the best fit underestimate the noise.
+"""
 
 
 class Slowdown(NamedTuple):
     """A throughput that has fallen and not recovered.
 
     Attributes:
-        step: The step at which it began.
+        step: The first slow step.
         before: Throughput before that step.
         after: The newest throughput.
     """
@@ -37,21 +37,23 @@ class Slowdown(NamedTuple):
 
     @property
     def drop(self) -> float:
-        """The lost share of the throughput."""
+        """Lost throughput, as a share of the earlier throughput."""
         return 1 - self.after / self.before
 
 
 def find_slowdown(steps: Sequence[int], rates: Sequence[float], min_drop: float) -> Slowdown | None:
     """Return the slowdown of a series, or None.
 
-    Three conditions: the series decreases by the Mann-Kendall test, which is robust to outliers;
-    the newest values are lower by ``min_drop`` than those before the best-fitting step or ramp; and
-    the difference exceeds the noise, including its autocorrelation.
+    A step or ramp downwards is fitted to the series. The series has a slowdown if:
+
+    1. the Mann-Kendall test, which is robust to outliers, finds a decreasing trend,
+    2. the newest values are at least ``min_drop`` below the values before the step or ramp,
+    3. the difference exceeds the noise. The noise estimate allows for autocorrelation.
 
     Args:
         steps: The step of each value, increasing.
-        rates: Throughputs, above 0.
-        min_drop: Smallest share of the throughput that counts as a slowdown if lost.
+        rates: Throughput values, all above 0.
+        min_drop: Minimum drop that counts as a slowdown, as a share of the throughput.
     """
     if len(rates) < MIN_BEFORE + MIN_AFTER:
         return None
@@ -73,7 +75,7 @@ def find_slowdown(steps: Sequence[int], rates: Sequence[float], min_drop: float)
 
 
 def _fit_slowdown(values: Sequence[float]) -> tuple[int, list[float]]:
-    """Return the start of the best-fitting step or ramp downwards, and its residuals."""
+    """Fit a step or a ramp downwards. Return the start of the best fit, and its residuals."""
     best, best_start, residuals = math.inf, MIN_BEFORE, [0.0] * len(values)
     for start in range(MIN_BEFORE, len(values) - MIN_AFTER + 1):
         level, rest = statistics.median(values[:start]), values[start:]
@@ -93,11 +95,14 @@ def _fit_slowdown(values: Sequence[float]) -> tuple[int, list[float]]:
 
 
 def _standard_error(residuals: Sequence[float], before: int, after: int) -> float:
-    """Return the standard error of the difference of means over ``before`` and ``after`` values."""
+    """Return the standard error of the difference between two means.
+
+    The means are over ``before`` and ``after`` values.
+    """
     scale = sum(value * value for value in residuals)
     if not scale:
         return 0.0
-    # Autocorrelated noise has fewer independent values; short series underestimate the correlation.
+    # Autocorrelated values carry less information. The added term corrects a bias of short series.
     found = sum(a * b for a, b in itertools.pairwise(residuals)) / scale + 8 / len(residuals)
     correlation = min(0.95, max(0.0, found))
     sigma = 1.4826 * statistics.median(map(abs, residuals))
@@ -107,12 +112,13 @@ def _standard_error(residuals: Sequence[float], before: int, after: int) -> floa
 class Throughput:
     """The throughput of a run, as two histories of bounded length.
 
-    One holds the newest reports, to find a sudden slowdown soon even after a long run. The other
-    holds the whole run, at a resolution that is halved when it is full, to find a slow one.
+    ``newest`` holds the newest reports. It shows a sudden slowdown soon, even late in a long run.
+    ``whole`` covers the whole run and shows gradual slowdowns. When it is full, pairs of points are
+    merged, which halves its resolution.
 
     Attributes:
-        whole: Points of the whole run: step, amount and seconds.
-        newest: Points of the newest reports.
+        whole: Points of the whole run. A point is a list of step, amount and seconds.
+        newest: Points of the newest reports, in the same form.
     """
 
     def __init__(self) -> None:
@@ -122,7 +128,7 @@ class Throughput:
         self._reports_in_last_point = 0
 
     def add(self, step: int, amount: float, seconds: float) -> None:
-        """Add a report: ``amount`` of work in ``seconds``, from ``step`` on."""
+        """Add a report: starting at ``step``, ``amount`` of work took ``seconds``."""
         self.newest = [*self.newest[1 - MAX_POINTS :], [step, amount, seconds]]
         if self._reports_in_last_point:
             self.whole[-1] = _joined(self.whole[-1], [step, amount, seconds])
@@ -162,5 +168,5 @@ class Throughput:
 
 
 def _joined(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    # Keep the first step: a slowdown starts there.
+    # A point's step is its first step, so a slowdown is dated to its start.
     return [first[0], first[1] + second[1], first[2] + second[2]]

@@ -1,1 +1,1 @@
-"""One page that tells what happened in a run."""
+"""Writes one page about a run: findings, pictures, reports and setup."""

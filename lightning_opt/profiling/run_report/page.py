@@ -1,4 +1,4 @@
-"""Builds the page of a run from the verdicts, reports, series and events of the Trainer's parts."""
+"""Builds the page of a run from verdicts, reports, series and events of callbacks and others."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ RESOLVED = {
     "limit_train_batches": 1.0, "limit_val_batches": 1.0, "limit_test_batches": 1.0,
     "limit_predict_batches": 1.0, "val_check_interval": 1.0,
 }  # fmt: skip
-"""Values that Lightning sets for arguments of the Trainer whose default is None."""
+"""Values that Lightning uses for Trainer arguments that are None."""
 
 SOURCES = {
     "Where a step's time goes": "RunReport(measure=True) or StepProfiler()",
     "Memory": "MemoryProfiler()",
     "Gradient RMS by layer": "GradientHealth()",
 }
-"""Pictures that every run can have, and what measures them."""
+"""Pictures that every run can have, and the source of their measurements."""
 
 
 def build_page(trainer: pl.Trainer, sentence: str, folder: Path, images: bool = False) -> str:
@@ -54,8 +54,8 @@ def build_page(trainer: pl.Trainer, sentence: str, folder: Path, images: bool = 
     Args:
         trainer: The Trainer.
         sentence: The heading.
-        folder: An empty folder.
-        images: Whether to write a PNG of each picture there.
+        folder: An empty folder for the pictures.
+        images: Whether to also write each picture to the folder as a PNG.
     """
     model, own = type(trainer.lightning_module).__name__, Path(__file__).parent
     page, style = ((own / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
@@ -89,7 +89,7 @@ def _tables(part: Any) -> list[Report]:
 
 
 def _pictures(trainer: pl.Trainer, folder: Path, images: bool) -> str:
-    """Draw in another process, so that no error and no lack of memory can end this one."""
+    """Draw in another process, so that no error and no lack of memory can end the training."""
     if find_spec("matplotlib") is None:
         return "<p>Pictures need matplotlib: pip install 'lightning-opt[plots]'</p>"
     script = Path(__file__).with_name("pictures.py")
@@ -97,7 +97,7 @@ def _pictures(trainer: pl.Trainer, folder: Path, images: bool) -> str:
     try:
         data = json.dumps(_series_and_events(trainer))
         subprocess.run(command, input=data, capture_output=True, text=True, timeout=120, check=True)
-    except Exception as error:  # the page has tables without them
+    except Exception as error:  # the page is useful without pictures
         log.debug("RunReport: %s", getattr(error, "stderr", ""), exc_info=True)
         return f"<p>Drawing the pictures failed: {escape(repr(error))}</p>"
     return (folder / "pictures.html").read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def _series_and_events(trainer: pl.Trainer) -> tuple[dict[str, Any], list[tuple[
     memory = [series[key] for key in series if key.startswith(("profile/peak", "report/"))]
     peak = max((value for points in memory for _, value in points), default=0.0)
     nearest = peak_usage(trainer.strategy.root_device)
-    if nearest is not None and 3 * peak > nearest.total / MB:  # else the other lines would be flat
+    if nearest is not None and 3 * peak > nearest.total / MB:  # else it would flatten other lines
         series["limit"] = [(step, nearest.total / MB) for step in (0, logged_step(trainer))]
     return series, events
 
@@ -136,10 +136,10 @@ def _setup(trainer: pl.Trainer) -> Report:
 
 
 class Page(str):
-    """A page as HTML, which a notebook shows."""
+    """A page as HTML. Notebooks display it."""
 
     __slots__ = ()
 
-    def _repr_html_(self) -> str:  # in a frame, which keeps its styles apart from the notebook's
+    def _repr_html_(self) -> str:  # a frame keeps styles apart from the notebook's
         style = "width:100%;height:80vh;border:0"
         return f'<iframe srcdoc="{escape(self)}" style="{style}"></iframe>'

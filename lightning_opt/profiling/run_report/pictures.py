@@ -1,6 +1,6 @@
-"""Draws the pictures of a run report: a script, which ``page.py`` runs in a process of its own.
+"""Draws the pictures of a run report. ``page.py`` runs this file as a script in its own process.
 
-It needs matplotlib, the extra ``plots``.
+It needs matplotlib (the extra ``plots``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Points = Sequence[tuple[float, float]]
 STYLE = Path(__file__).with_name("report.mplstyle")
 
 WIDTHS = 10.4, 3.9
-"""Inches of a picture on a wide screen and on a phone."""
+"""Widths of a picture in inches, for a wide screen and for a phone."""
 
 FIGURE = """<figure><figcaption>{}</figcaption><div class="wide">{}</div>
 <div class="narrow">{}</div></figure>"""
@@ -49,8 +49,8 @@ class Panel(NamedTuple):
 
     Attributes:
         unit: The label of the y axis; empty for a heat map with one row per series.
-        lines: The style of each line by a pattern of keys. Steps hold a value until the next one.
-        bands: Label and colour of each stacked sum, by a pattern of keys. The first match counts.
+        lines: Line style by key pattern. The style ``steps`` holds a value until the next one.
+        bands: Label and colour of each stacked band, by key pattern. The first match counts.
         x: The label of the x axis.
     """
 
@@ -88,18 +88,18 @@ PICTURES = {
 
 
 class Data(NamedTuple):
-    """Steps and values of each series by key, and step and name of each event."""
+    """The data to draw: each series (steps and values) by key, and each event (step and name)."""
 
     series: Mapping[str, Points]
     events: Sequence[tuple[float, str]] = ()
 
     def find(self, *patterns: str) -> dict[str, Points]:
-        """Return the series that match."""
+        """Return the non-empty series whose keys match a pattern."""
         pattern = re.compile("|".join(patterns))
         return {key: p for key, p in self.series.items() if p and pattern.fullmatch(key)}
 
     def last(self, x: str) -> float:
-        """Return the last step of the run, or the last rank."""
+        """Return the last step of the run; the last rank if ``x`` is ``"rank"``."""
         found = self.find("ranks/.*" if x == "rank" else "(?!ranks/).*").values()
         events = self.events if x == "step" else ()
         return max(1, *(point[0] for points in (*found, events) for point in points[-1:]))
@@ -110,7 +110,7 @@ class Data(NamedTuple):
 
 
 def draw(title: str, data: Data, inches: float) -> Figure:
-    """Draw a picture of this width."""
+    """Draw a picture that is ``inches`` wide."""
     panels = data.panels(title)
     rows = [0 if panel.unit else len(data.find(*panel.lines)) for panel in panels]
     heights = [min(0.9 + 0.2 * count, 4.2) if count else 2.4 for count in rows]
@@ -152,7 +152,7 @@ def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
 
 
 def _choose_range(axes: Axes, totals: Any) -> None:
-    """Set a linear or logarithmic range. Short spikes exceed it; the legend states their height."""
+    """Set a linear or logarithmic range. Short spikes are cut off; the legend has their height."""
     drawn = {line: _finite(line.get_ydata()) for line in axes.lines}
     curves = [curve for curve in (*drawn.values(), totals) if curve.size] or [np.zeros(1)]
     smooth = [np.median(sliding_window_view(np.pad(c, 2, "edge"), 5), 1) for c in curves]
@@ -178,7 +178,7 @@ def _finite(values: Any) -> Any:
 
 
 def _stack(axes: Axes, bands: Mapping[str, tuple[str, str]], data: Data) -> Any:
-    """Draw the bands on top of each other, and return their sums."""
+    """Draw the bands on top of each other, and return the total at each step."""
     found = data.find(*bands)
     steps = sorted({step for points in found.values() for step, _ in points})
     sums = np.zeros((len(bands), len(steps)))
@@ -186,7 +186,7 @@ def _stack(axes: Axes, bands: Mapping[str, tuple[str, str]], data: Data) -> Any:
         row = next(row for row, pattern in enumerate(bands) if re.fullmatch(pattern, key))
         for step, value in points:
             sums[row, steps.index(step)] += value
-    drawn = np.hstack((sums[:, :1], sums))  # the first values also describe the steps before them
+    drawn = np.hstack((sums[:, :1], sums))  # the first values also cover the steps before them
     shares, tops = sums.sum(1) / (sums.sum() or 1.0), drawn.cumsum(0)
     for row, (label, colour) in enumerate(bands.values()):
         if shares[row] > 0.005:
@@ -203,7 +203,7 @@ def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
     grid = [[row.get(step) or math.nan for step in steps] for row in rows.values()]
     known = [value for values in grid for value in values if math.isfinite(value)] or [1.0]
     norm = LogNorm(min(known), 1.01 * max(known))
-    # A report covers the steps since the one before.
+    # Each report covers the steps since the previous report.
     mesh = axes.pcolormesh([0, *steps], range(len(rows) + 1), grid, norm=norm, rasterized=True)
     length = int(4 * figure.get_figwidth())
     names = [name if len(name) <= length else f"…{name[-length:]}" for name in rows]
@@ -217,7 +217,7 @@ def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
 
 def to_svg(title: str, data: Data, inches: float) -> str:
     """Return a picture as an SVG element."""
-    text, unique = io.StringIO(), {"svg.hashsalt": f"{title}{inches}"}  # for identifiers
+    text, unique = io.StringIO(), {"svg.hashsalt": f"{title}{inches}"}  # reproducible identifiers
     with rc_context(unique, STYLE):  # type: ignore[arg-type]
         draw(title, data, inches).savefig(text, format="svg", transparent=True)
     svg = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.S)
@@ -225,8 +225,8 @@ def to_svg(title: str, data: Data, inches: float) -> str:
 
 
 def main(folder: Path, images: bool) -> None:
-    """Read the data from standard input; write ``pictures.html``, and an image of each picture."""
-    with suppress(OSError):  # if memory runs out, the kernel ends this process, not the training
+    """Read the data from standard input. Write ``pictures.html`` and, if asked, PNG images."""
+    with suppress(OSError):  # if memory runs out, the kernel kills this process, not training
         Path("/proc/self/oom_score_adj").write_text("1000")
     data, figures = Data(*json.load(sys.stdin)), []
     for title in [title for title in PICTURES if data.panels(title)]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS, MAX_SHARE = 180.0, 0.005
-"""Seconds between two pages of a running fit, and the maximum share of its time for pages."""
+"""Minimum seconds between two pages during a fit, and maximum share of its time for pages."""
 
 OUT_OF_MEMORY = "MicroBatching('auto') splits a batch that does not fit into memory."
 SPIKES = "NonFiniteGuard(spike=8) skips the batches of such losses, and logs them."
@@ -40,21 +40,22 @@ SPIKES = "NonFiniteGuard(spike=8) skips the batches of such losses, and logs the
 class RunReport(RunCallback):
     """Writes ``report.html``, one page that tells what happened in a run.
 
-    The page opens with one sentence about the run and the three findings of :func:`doctor` that
-    would help most. Below are pictures, the reports of all callbacks, and the setup. It is one file
-    that needs neither JavaScript nor a network. Rank 0 writes it into the loggers' folders, else
-    into ``default_root_dir``: at the end, at an exception or Ctrl-C, and every three minutes.
+    The page starts with one sentence about the run and the three findings of :func:`doctor` that
+    would help most. Pictures, the reports of all callbacks, and the setup follow. The page is one
+    file that needs neither JavaScript nor a network. Rank 0 writes it into the loggers' folders, or
+    into ``default_root_dir`` without them. It does so at the end, at an exception or Ctrl-C, and
+    about every three minutes.
 
-    It shows the measurements of other callbacks and of ``StepProfiler``, and lists what was not
-    measured. By itself it records the loss and the number of samples of each batch, and the peak of
-    memory. TensorBoard, W&B and MLflow get the pictures at the end.
+    The page shows the measurements of other callbacks and of ``StepProfiler``, and lists missing
+    measurements. The callback itself records the loss and the number of samples of each batch, and
+    peak memory. TensorBoard, W&B and MLflow get the pictures at the end.
 
     Args:
-        measure: Also measure every ``Trainer(log_every_n_steps)`` the memory in use, and the time
-            of each part of a step, with a ``StepProfiler`` unless the Trainer has a profiler.
+        measure: Also record the memory in use every ``Trainer(log_every_n_steps)`` steps. Unless
+            the Trainer has a profiler, also add a ``StepProfiler``, which times each phase.
 
     Raises:
-        ValueError: In ``setup``, for a second instance.
+        ValueError: In ``setup``, if the Trainer has a second instance.
 
     Example:
         >>> import lightning as L
@@ -87,7 +88,7 @@ class RunReport(RunCallback):
         self._history = History()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Continue the history of an earlier fit, and add a profiler if asked."""
+        """Reset the per-run state, and add a profiler if ``measure`` is set."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -119,7 +120,7 @@ class RunReport(RunCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss."""
+        """Record the loss, the number of samples and, with ``measure``, the memory in use."""
         step = logged_step(trainer)
         self._samples += samples_in(batch, default=1)
         self._losses.add(outputs, step, trainer.accumulate_grad_batches)
@@ -127,7 +128,7 @@ class RunReport(RunCallback):
             self._history.add("report/live_mb", step, live_bytes(trainer.strategy.root_device) / MB)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the validation losses."""
+        """Record the validation losses."""
         if not self._is_fitting or trainer.sanity_checking:
             return
         step, metrics = logged_step(trainer), trainer.callback_metrics
@@ -138,7 +139,7 @@ class RunReport(RunCallback):
             self.events.append({"step": step, "kind": "validation"})
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the final page. All other callbacks have ended the training by now."""
+        """Write the final page. The other callbacks' ``on_train_end`` has run before."""
         state = "Finished"
         if trainer.should_stop:
             names = {type(callback).__name__ for callback in _callbacks_of(trainer)}
@@ -150,7 +151,7 @@ class RunReport(RunCallback):
         """Write the final page after the other callbacks have ended their measurements."""
         callbacks = _callbacks_of(trainer)
         if callbacks[-1] is not self:
-            callbacks.append(self)  # Lightning is iterating over the list, and comes here again
+            callbacks.append(self)  # Lightning iterates over this list and calls this again
             return
         if callbacks.count(self) > 1:
             callbacks.pop()

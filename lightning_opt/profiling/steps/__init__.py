@@ -1,1 +1,1 @@
-"""Where the time of a step goes."""
+"""Measures the time of each phase of a step."""

@@ -1,4 +1,4 @@
-"""Hooks for phases that Lightning reports to no profiler: forward, loss, communication, logging."""
+"""Hooks for phases that Lightning does not report to profilers, such as forward and logging."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 class EpochHooks:
     """Hooks on the model and the Trainer's parts during one epoch.
 
-    Lightning reports the end of an epoch to profilers even after an exception, unlike other ends.
-    So the hooks are always removed.
+    The hooks are always removed. The end of an epoch is the only end that Lightning reports to
+    profilers even after an exception.
 
     Args:
         clock: The clock to control.
         trainer: The Trainer.
-        tokens: How to count tokens, or None.
+        tokens: Tokens per sample, or the batch's key of the token tensor. None: do not count.
 
     Attributes:
-        samples: Samples of the batch that was last moved to the device.
-        tokens: Its tokens.
+        samples: Number of samples in the last training batch that was moved to the device.
+        tokens: Number of tokens in that batch.
         separates_forward: Whether the forward pass can be separated from the rest of
             ``training_step``.
-        saw_forward: Set by each forward pass.
+        saw_forward: Each forward pass sets this to True.
     """
 
     def __init__(self, clock: PhaseClock, trainer: pl.Trainer, tokens: int | str | None) -> None:
         self.clock, self._trainer, self._tokens = clock, trainer, tokens
         self._module = trainer.lightning_module
-        # The LightningModule and the modules that it calls itself, except losses and metrics.
+        # The LightningModule and its direct child modules, except losses and metrics.
         modules = [self._module, *_children(self._module)]
         self.separates_forward = not any(map(hooks_are_compiled, modules))
         self.saw_forward = False
@@ -59,7 +59,7 @@ class EpochHooks:
 
         def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
             inner = getattr(owner, name, None)
-            if inner is not None:  # this version of Lightning has it
+            if inner is not None:  # not all versions of Lightning have it
                 wrapped = functools.wraps(inner)(functools.partial(around, inner))
                 stack.enter_context(replaced(owner, **{name: wrapped}))
 
@@ -127,8 +127,8 @@ class EpochHooks:
         return bool(getattr(self._trainer.strategy.model, "require_backward_grad_sync", True))
 
     def _queue_communication(self, gradient: Tensor) -> None:
-        # The engine runs such callbacks when all gradients are computed, in the order in which they
-        # were queued. DDP and FSDP queue theirs, which wait for communication, later.
+        # Autograd runs queued callbacks in order, after all gradients are computed. DDP and FSDP
+        # queue theirs later. Those wait for communication, so this one starts the phase.
         torch.autograd.Variable._execution_engine.queue_callback(self._enter_communication)
 
     def _enter_communication(self) -> None:
@@ -170,6 +170,6 @@ def _is_loss_or_metric(name: str, module: nn.Module) -> bool:
 
 
 def _calls_training_step(module: nn.Module) -> bool:
-    """Return whether ``forward`` runs ``training_step``: DDP and others redirect it like that."""
+    """Return whether ``forward`` is redirected to ``training_step``, as DDP and others do."""
     name = getattr(module.forward, "__qualname__", "")
     return name.startswith("_ForwardRedirection.")

@@ -1,4 +1,4 @@
-"""Clocks that always run for exactly one phase, so that the phases add up to the wall time."""
+"""Clocks that assign each moment to exactly one phase. The phases add up to the wall time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from lightning_opt.profiling.durations import Durations, Work
 from lightning_opt.profiling.steps.step_phases import NOT_OF_A_STEP, PROFILER, WAITS, Phases
 
 WINDOW_STEPS = 16
-"""Steps whose CUDA events are read together."""
+"""Number of steps per window. The CUDA events of a window are read together."""
 
 MAX_WINDOWS = 8
-"""Most windows that wait for the device; further steps are dropped until it catches up."""
+"""Maximum number of windows that wait for the device. Times of further windows are dropped."""
 
 HOST = -1
-"""Pseudo-phase of the device outside all phases that run on it."""
+"""Pseudo-phase: the device is in no phase, because the current phase runs only on the host."""
 
 _END_OF_STEP = -2
 
 
 class DeviceClock:
-    """Times phases on a CUDA device, by events at the changes of phase, without waiting for them.
+    """Times phases on a CUDA device without making the host wait.
 
-    A window of steps is read once the device has passed its last event. The time between two events
-    counts for the phase of the first one, including any time in which the device waits.
+    It records an event at each change of phase. A window of steps is read once the device has
+    passed the window's last event. The time between two events counts for the phase of the first
+    event, even if the device is idle for part of it.
 
     Args:
         device: The CUDA device.
@@ -48,7 +49,7 @@ class DeviceClock:
         self.mark(HOST, force=True)
 
     def mark(self, phase: int, force: bool = False) -> None:
-        """Count work that is queued from now on for ``phase``, which may be ``HOST``."""
+        """Assign the work queued from now on to ``phase``. ``HOST`` means no phase."""
         if phase == self._phase and not force:
             return
         self._phase = phase
@@ -63,7 +64,7 @@ class DeviceClock:
                 self._marks[place] = event, target
 
     def end_step(self) -> None:
-        """End a step; at the end of a window, read the windows that the device has passed."""
+        """End a step. If it completes a window, read all windows that the device has passed."""
         self._marks.append((None, _END_OF_STEP))
         self._step_start = len(self._marks)
         self._steps += 1
@@ -72,13 +73,13 @@ class DeviceClock:
             self._read()
 
     def _end_window(self) -> None:
-        self.mark(self._phase, force=True)  # the end of this window and the start of the next
+        self.mark(self._phase, force=True)  # ends this window and starts the next one
         last = self._marks[-1]
         if len(self._windows) < MAX_WINDOWS:
             self._windows.append(self._marks)
         else:
             self.dropped += WINDOW_STEPS
-            # The first event is also the end of a window that will be read.
+            # Keep the first event: the previous window ends with it and is still unread.
             self._free += [event for event, _ in self._marks[1:-1] if event is not None]
         self._marks, self._step_start = [last], 1
 
@@ -114,16 +115,16 @@ class DeviceClock:
 
 
 class PhaseClock:
-    """Counts each moment for the innermost open phase, so that nothing counts twice.
+    """Assigns each moment to the innermost open phase, so that no time counts twice.
 
-    Phases are entered and left like brackets. Leaving a phase also closes the phases inside it that
-    an exception has left open. A phase's durations are its times per step, from one
-    :meth:`end_step` to the next, over the steps in which it ran.
+    Phases are nested like brackets. Leaving a phase also leaves the phases inside it that an
+    exception has left open. A step lasts from one :meth:`end_step` to the next. ``durations`` has
+    one entry per phase for each step in which the phase ran: its total time in that step.
 
     Args:
-        phases: The phases, and the phases that absorb others inside them.
-        first: The initial phase. It also gets the time outside all other phases.
-        device: Also times the phases that run on the device.
+        phases: The phases. They define which phases absorb the phases inside them.
+        first: The default phase. Time outside all other phases is assigned to it.
+        device: A second clock, for the phases that run on the device. None without CUDA.
     """
 
     def __init__(self, phases: Phases, first: int, device: DeviceClock | None = None) -> None:
@@ -143,11 +144,11 @@ class PhaseClock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds from the start to the last change: the sum of all phases."""
+        """Seconds from the start to the last update: the sum of all phases."""
         return self._since - self.started
 
     def enter(self, phase: int, key: Any) -> None:
-        """Enter a phase; :meth:`leave` with the same ``key`` leaves it."""
+        """Enter a phase. Call :meth:`leave` with the same ``key`` to leave it."""
         self._charge()
         current, phases = self.phase, self.phases
         self._stack.append((current, key))
@@ -160,7 +161,7 @@ class PhaseClock:
         """Leave the innermost phase with this key, and the phases inside it."""
         stack = self._stack
         if not stack or (stack[-1][1] != key and all(entry[1] != key for entry in stack)):
-            return  # it was entered before this clock started
+            return  # the phase was entered before this clock started
         self._charge()
         before, found = stack.pop()
         while found != key:
@@ -184,12 +185,12 @@ class PhaseClock:
             self.device.mark(phase if self.phases.on_device[phase] else HOST)
 
     def set_default_phase(self, phase: int) -> None:
-        """Count the time outside all other phases for ``phase`` from now on; none may be open."""
+        """Set the phase for time outside all other phases. Call it only while no phase is open."""
         self._charge()
         self.phase = phase
 
     def move(self, source: int, target: int) -> None:
-        """Move the time of one phase in the current step to another one."""
+        """Assign the current step's time in phase ``source`` to phase ``target``."""
         self._charge()
         self._seconds[target] += self._seconds[source]
         self._seconds[source] = 0.0
@@ -202,15 +203,15 @@ class PhaseClock:
         self._since = now
 
     def end_step(self, trained: bool, samples: int = 0, tokens: int = 0) -> int:
-        """End a step. It counts for training unless the profiler itself took time in it.
+        """End a step. Training steps in which the profiler spent time are excluded from ``work``.
 
         Args:
-            trained: Whether a batch was trained on since the last end.
-            samples: Samples of that batch.
-            tokens: Its tokens.
+            trained: Whether this step trained on a batch.
+            samples: Number of samples in the batch.
+            tokens: Number of tokens in the batch.
 
         Returns:
-            The number of steps counted since the last :meth:`end_window`.
+            The number of steps in ``work`` since the last :meth:`end_window`.
         """
         self._charge()
         counted = trained and not self._seconds[PROFILER]

@@ -14,13 +14,13 @@ from lightning_opt.profiling.steps.step_phases import CALLBACK, NOT_OF_A_STEP, O
 
 @dataclass
 class Ranks:
-    """Seconds per step that each rank was busy, without waits for other ranks."""
+    """Busy seconds per step of each rank. Waits for other ranks are excluded."""
 
     busy: list[float]
 
     @property
     def slowest(self) -> int:
-        """The rank with the most busy time, which the others wait for."""
+        """The rank with the most busy time. The others wait for it."""
         return max(range(len(self.busy)), key=self.busy.__getitem__)
 
     @property
@@ -37,15 +37,15 @@ class Measures:
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         clock: Durations by phase, and the steps that count.
-        wall: Seconds of the run, None while it runs.
-        batches: Batches trained on.
+        wall: Seconds of the run; None during the run.
+        batches: Number of training batches.
         optimizer_steps: Number of optimizer steps.
-        flops: Operations of the first batch, None if not counted.
-        flops_units: Tokens of that batch, or its samples if tokens are not counted.
-        peak: The device's peak of operations per second, None if unknown.
+        flops: FLOPs of the first batch; None if not counted.
+        flops_units: Tokens in the first batch, or samples if tokens are not counted.
+        peak: The device's peak FLOPs per second; None if unknown.
         world_size: The number of ranks.
-        bytes: Bytes moved in regions, by their names.
-        ranks: None with one rank.
+        bytes: Bytes moved in each region, by the region's name.
+        ranks: The busy time of each rank; None with one rank.
         notes: Further notes for the report.
     """
 
@@ -63,7 +63,7 @@ class Measures:
     notes: list[str] = field(default_factory=list)
 
     def rates_of(self, work: Work) -> dict[str, float]:
-        """Return the rates of this rank in some of its steps. Keys as in :attr:`rates`."""
+        """Return this rank's rates over the steps in ``work``, with the keys of :attr:`rates`."""
         flops = None
         if self.flops is not None and self.flops_units:
             amount = work.tokens or work.samples
@@ -72,10 +72,10 @@ class Measures:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Rates of this rank while it trained, without validation, checkpoints and the start.
+        """Rates of this rank during training, without validation, checkpoints and setup.
 
         Keys are ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` (without
-        recomputation) and ``mfu`` (model FLOPs utilisation, of the peak), as far as known.
+        recomputation) and ``mfu`` (model FLOPs utilisation). Unknown rates are omitted.
         """
         return self.rates_of(self.clock.work)
 
@@ -85,7 +85,7 @@ class Measures:
         return {names[phase]: d.total for phase, d in self.clock.durations.items()}
 
     def split_step(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the seconds of the phases of steps, and separately those of callbacks, by name."""
+        """Return total seconds by name: first of the phases of steps, second of the callbacks."""
         names = self.clock.phases.names
         own: dict[str, float] = {}
         callbacks: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The phases of a run, and the phase of each of Lightning's profiled actions."""
+"""The phases of a run, and the map from Lightning's profiled actions to phases."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NAMES = (
 ) = range(len(NAMES))  # fmt: skip
 
 CALLBACK = "callback "
-"""Prefix of the names of callbacks' phases."""
+"""Prefix in the phase names of callbacks."""
 
 IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
-"""Actions that are not phases: part of the enclosing phase, or handled specially."""
+"""Actions that are not phases. The enclosing phase includes ``IGNORED``; others are special."""
 
 MAX_PHASES = 200
-"""Maximum number of phases; further callbacks, regions and actions count as ``other``."""
+"""Maximum number of phases. Further callbacks, regions and actions count as ``other``."""
 
 NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, BETWEEN, TEARDOWN, PROFILER, OTHER))
 """Phases that are not part of a training step."""
@@ -67,13 +67,13 @@ _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
 class Phases:
-    """Numbers of the phases: fixed ones, then callbacks, regions and the user's own actions.
+    """All phases by number: fixed ones first, then callbacks, regions and the user's own actions.
 
     Attributes:
-        names: By number.
-        on_device: Whether a phase runs on the device.
-        level: Compared with the ``cap`` of the enclosing phase.
-        cap: A phase inside this one with a lower level counts for this one.
+        names: The name of each phase.
+        on_device: Whether each phase runs on the device.
+        level: The level of each phase. It is compared with the ``cap`` of the enclosing phase.
+        cap: A phase absorbs the phases inside it whose level is lower than its cap.
     """
 
     def __init__(self) -> None:
@@ -100,11 +100,12 @@ class Phases:
         return found
 
     def of(self, action: str, trainer: pl.Trainer) -> int:
-        """Return the phase of a Lightning action, or one of the special numbers such as ``EPOCH``.
+        """Return the phase of a Lightning action, or a special number such as ``EPOCH``.
 
         Args:
             action: Its name, such as ``"[Callback]EarlyStopping{...}.on_fit_start"``.
-            trainer: The Trainer. Hooks that its parts do not override are ``IGNORED``.
+            trainer: The Trainer. Hooks that its modules and callbacks do not override are
+                ``IGNORED``.
         """
         fixed = {
             "run_training_epoch": EPOCH,

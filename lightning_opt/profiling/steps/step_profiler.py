@@ -1,4 +1,4 @@
-"""The profiler of a run's phases."""
+"""The profiler that measures the phases of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_opt.profiling.steps.step_run import StepRun, Trace
 from lightning_opt.trainer.lightning import BaseProfiler
 
 DATA_BOUND, COMMUNICATION_BOUND = 0.2, 0.3
-"""Waiting for data or for gradients is a problem above this share of the step time."""
+"""Shares of the step time. Above them, waiting for data or for gradients is a problem."""
 
 
 class StepProfiler(BaseProfiler):
@@ -28,11 +28,11 @@ class StepProfiler(BaseProfiler):
 
     The phases are data wait, transfer, forward, loss, backward, gradient communication, clipping,
     each callback by name, optimizer step, logging, validation, checkpoint, and Lightning's own
-    loop. Time counts only for the innermost phase. On CUDA the device's time of each phase is
-    measured too, by events that are read some steps later, so no step waits for the device. Memory
-    does not grow with the run.
+    loop. Time counts only for the innermost phase. On CUDA, each phase's device time is measured
+    too. Its events are read some steps later, so no step waits for the device. Memory does not grow
+    with the run.
 
-    At the end of a run rank 0 prints the table; :meth:`report` returns it. With several processes
+    At the end of a run, rank 0 prints the table. :meth:`report` returns it. With several processes,
     every rank needs its own profiler.
 
     Logged every ``log_every_n_steps`` batches and at the end of a fit:
@@ -47,20 +47,21 @@ class StepProfiler(BaseProfiler):
     ============================== =============================================================
 
     Args:
-        dirpath: Folder for files; by default the logger's.
+        dirpath: Folder for files; by default the logger's folder.
         filename: Write ``<filename>.md`` and ``.json`` at the end of each run; by default no files.
         log_every_n_steps: Batches between two reports to the logger; 0 for none.
-        tokens: Counts tokens too: the name of the tensor of tokens in batches that are dicts, or
+        tokens: Count tokens too. Either the key of the token tensor in batches that are dicts, or
             the number of tokens per sample.
-        flops: Count the FLOPs of the first batch. It takes longer, and is excluded from the phases.
-        peak_flops: The device's peak of FLOPs per second in the run's precision; by default the
-            manufacturer's figure, if known.
+        flops: Count the FLOPs of the first batch. This slows down the first batch, which is then
+            excluded from the phases.
+        peak_flops: The device's peak FLOPs per second in the run's precision. By default the
+            manufacturer's figure is used, if known.
         trace: The first and the last batch, from 0, that ``torch.profiler`` records to
             ``trace_<first>_<last>.json`` on rank 0. It ends with its epoch at the latest.
         print_table: Print the table at the end of a run.
 
     Raises:
-        ValueError: For arguments out of range.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> import lightning as L
@@ -80,7 +81,7 @@ class StepProfiler(BaseProfiler):
         trace: Sequence[int] | None = None,
         print_table: bool = True,
     ) -> None:
-        self._run: StepRun | None = None  # `Profiler.__del__` reads these three
+        self._run: StepRun | None = None  # set before checks: `Profiler.__del__` reads these three
         self._stage: str | None = None
         self._output_file = None
         self.log_every_n_steps = check_at_least("log_every_n_steps", log_every_n_steps, 0)
@@ -97,7 +98,7 @@ class StepProfiler(BaseProfiler):
     # --- called by the Trainer ------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Start measuring. The Trainer calls this before everything else in a run."""
+        """Start measuring. The Trainer calls this at the start of a run."""
         self._end_run()
         self.dirpath = self._given_dirpath
         super().setup(stage, local_rank, log_dir)
@@ -156,7 +157,7 @@ class StepProfiler(BaseProfiler):
             run.end_epoch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the state of the run, so that it can be sent to a new process."""
+        """Exclude the run's state, so that the profiler can be sent to a new process."""
         state = {**self.__dict__, "_run": None, "_last": None, "_runs": {}}
         state.pop("_lightning_module", None)
         return state
@@ -168,9 +169,9 @@ class StepProfiler(BaseProfiler):
         name: str,
         bytes: float | None = None,  # noqa: A002 - the plain name
     ) -> AbstractContextManager[None]:
-        """Measure a part of the step as a phase of its own, excluded from the enclosing phase.
+        """Measure a part of a step as its own phase, excluded from the enclosing phase.
 
-        It has no effect outside of a run, and in other threads than the Trainer's.
+        This has no effect outside a run, or in a thread other than the Trainer's.
 
         Args:
             name: The phase is named ``region <name>``.
@@ -190,8 +191,8 @@ class StepProfiler(BaseProfiler):
         """Return the measurements behind the table.
 
         Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: the last run of that
-                kind. By default the last fit, or the last run if there was none.
+            stage: Selects the last run of this stage: ``"fit"``, ``"validate"``, ``"test"`` or
+                ``"predict"``. By default the last fit, or the last run if there was no fit.
 
         Raises:
             RuntimeError: If there was no such run.
@@ -205,11 +206,14 @@ class StepProfiler(BaseProfiler):
         return measures
 
     def report(self, stage: str | None = None) -> Report:
-        """Return a table with a row per phase, the longest first. Arguments as :meth:`measures`."""
+        """Return a table with one row per phase, the longest first.
+
+        For ``stage`` see :meth:`measures`.
+        """
         return self.measures(stage).report()
 
     def series(self) -> dict[str, list[tuple[int, float]]]:
-        """Return rank and busy milliseconds per step, if several ranks have been compared."""
+        """Return the busy milliseconds per step of each rank; empty with one rank."""
         measures = self._runs.get("fit")
         if measures is None or measures.ranks is None:
             return {}

@@ -20,7 +20,7 @@ from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
 from lightning_opt.profiling.steps.step_measures import Measures, Ranks
 
 MAX_ACTIONS = 2000
-"""Largest number of action names kept; names that change every time would fill the memory."""
+"""Maximum number of action names kept. Without a limit, ever-changing names would fill memory."""
 
 
 class Trace:
@@ -40,7 +40,7 @@ class Trace:
         self._profile.start()
 
     def stop(self) -> None:
-        """Stop and write the file. No effect if it does not record."""
+        """Stop recording and write the file. Does nothing if no recording is active."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -50,12 +50,12 @@ class Trace:
 
 
 class StepRun:
-    """Translates Lightning's actions into phases and steps.
+    """Measures one run: maps each action that Lightning reports to a phase, and finds the steps.
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         trainer: The Trainer.
-        settings: Has the arguments of ``StepProfiler`` as attributes.
+        settings: The ``StepProfiler``. Its attributes are the settings.
         trace: Records some batches with ``torch.profiler``.
     """
 
@@ -97,7 +97,8 @@ class StepRun:
         if len(self._phase_of) >= MAX_ACTIONS:
             return phases.IGNORED
         phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
-        if phase == phases.DATA and self.clock.depth == 0:  # an evaluation fetches its first batch
+        # Setup ends when an evaluation fetches its first batch.
+        if phase == phases.DATA and self.clock.depth == 0:
             self.clock.set_default_phase(phases.LOOP)
         return phase
 
@@ -113,7 +114,7 @@ class StepRun:
                 self._end_step()
             clock.enter(phases.DATA, action)
         elif phase == phases.BATCH:
-            if self._step_open:  # `training_step` fetches the batches itself
+            if self._step_open:  # no fetch ended it: `training_step` fetches the batches itself
                 self._end_step()
             self._start_batch(action)
         elif phase == phases.EPOCH:
@@ -142,7 +143,7 @@ class StepRun:
                 self._trace.start()
         measures.batches += 1
         counting = self._settings.flops and measures.batches == 1
-        # While a FLOP counter is active torch skips compilation, for this call and all later ones.
+        # If a compiled model first runs under a FLOP counter, torch never compiles it.
         if counting and has_compiled_parts(self.trainer.lightning_module):
             measures.notes.append("FLOPs were not counted: the model is compiled.")
             counting = False
@@ -180,7 +181,10 @@ class StepRun:
     # --- the end of epochs and of the run -------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """Remove all hooks, the counter and the trace, also after an exception."""
+        """End the open step, and remove all hooks, the FLOP counter and the trace.
+
+        This also runs after an exception.
+        """
         self._stop_counting()
         try:
             if self._trace is not None and self._trace.running:
@@ -209,7 +213,7 @@ class StepRun:
         own = torch.tensor([busy], dtype=torch.float64, device=device)
         gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, own)
-        # Waits for the device, once per fit.
+        # `tolist` waits for the device, once per fit.
         self.measures.ranks = Ranks(torch.cat(gathered).tolist())
 
     def _log(self) -> None:
@@ -228,7 +232,7 @@ class StepRun:
             log_scalars(self.trainer, scalars)
 
     def finish(self) -> Measures:
-        """End the run and return its measurements. This waits for the device."""
+        """End the run, wait for the device, and return the measurements."""
         clock, measures = self.clock, self.measures
         clock.end_step(trained=False)
         measures.wall = clock.elapsed
@@ -249,6 +253,6 @@ class StepRun:
             with self.clock.within(phase):
                 yield
         finally:
-            if bytes_moved and phase != phases.OTHER:  # OTHER: the limit of names was reached
+            if bytes_moved and phase != phases.OTHER:  # OTHER: there are too many phases
                 totals = self.measures.bytes
                 totals[name] = totals.get(name, 0.0) + bytes_moved
