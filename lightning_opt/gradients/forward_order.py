@@ -16,7 +16,7 @@ class ForwardOrder:
     """Records the order in which the modules that hold parameters first run.
 
     Each hook is removed when its module runs. A model that is compiled, in whole or in part, gets
-    no hooks, because a hook would change the compiled graph; it gets the order of registration.
+    no hooks, because a hook would change the compiled graph. The order of registration is used.
 
     Attributes:
         ran: Names of the modules in the order in which they first ran.
@@ -59,8 +59,8 @@ class ForwardOrder:
     def places(self) -> dict[str, int]:
         """Return the place of each module in the order, by name.
 
-        A module that did not run by itself (another one uses its weights, as in
-        ``nn.MultiheadAttention``) comes after the module registered before it.
+        A module may never run, because another one uses its weights (``nn.MultiheadAttention``).
+        It is placed after the module that was registered before it.
         """
         last: tuple[int, ...] = (-1,)
         keys: dict[str, tuple[int, ...]] = {}

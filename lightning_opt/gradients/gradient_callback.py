@@ -29,9 +29,10 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
 
 
 def plain_name(name: str) -> str:
-    """Return a module's or parameter's name without the parts that FSDP1 or torch.compile add.
+    """Return a module's or parameter's name without the prefixes of its wrappers.
 
-    State that is stored by this name also fits a run that wraps the model differently.
+    The wrappers are FSDP1, torch.compile and activation checkpointing. A run that wraps the model
+    differently can therefore load state that is stored by name.
     """
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "").removesuffix(wrapper[:-1]).rstrip(".")
@@ -47,22 +48,25 @@ def loss_scale(trainer: pl.Trainer) -> Tensor | None:
 
 
 def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
-    """Return the factor on the optimizer's gradients before its step, still on the device.
+    """Return the loss scale in the optimizer's gradients before its step, still on the device.
 
-    Lightning's loss scaler unscales gradients before ``on_before_optimizer_step``, except for
-    optimizers that unscale in their own step (the fused ones).
+    It is 1 if the gradients are already unscaled. Lightning unscales them before
+    ``on_before_optimizer_step``, except for fused optimizers, which unscale in their own step.
     """
     scale = loss_scale(trainer)
     if scale is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return 1.0
     scaler: torch.amp.GradScaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
-    # `get` adds nothing to this defaultdict; user code may have unscaled by hand.
+    # User code may have unscaled already. `get` does not add a key to this defaultdict.
     state = scaler._per_optimizer_states.get(id(optimizer), {})
     return 1.0 if state.get("stage") is OptState.UNSCALED else scale
 
 
 def _hands_over(callback: pl.Callback) -> bool:
-    """Return whether the callback's hook is this package's: a user's may change gradients later."""
+    """Return whether the callback's hook is part of this package.
+
+    A user's override may change the gradients after they were measured.
+    """
     if not isinstance(callback, GradientCallback):
         return False
     return type(callback).on_before_optimizer_step.__module__.startswith("lightning_opt.")
@@ -76,9 +80,9 @@ class GradientCallback(RunCallback):
     Attributes:
         names: The model's parameters by name; empty outside of a fit.
         withheld: Indices of the optimizers whose update this callback skips at this step. Later
-            callbacks get no gradients of theirs.
-        barriers: If only the device knows whether an update is skipped: infinity if it is, else 0,
-            by optimizer. Added to the norm that later callbacks get.
+            callbacks get no gradients of these optimizers.
+        barriers: A device scalar per optimizer index, used when the device skips the update:
+            infinity for a skipped update, else 0. It is added to the norm for later callbacks.
 
     Raises:
         ValueError: In ``setup`` under DeepSpeed, which keeps gradients in its own buffers; in
@@ -95,11 +99,11 @@ class GradientCallback(RunCallback):
         self._ahead: list[GradientCallback] = []
         self._previous: GradientCallback | None = None
         self._is_followed = False
-        # Removed when the next callback uses it, so that gradients can be freed after the step.
+        # The next callback removes its entry, so that gradients can be freed after the step.
         self._measured: dict[int, GradientStep] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise under a strategy that hides the gradients."""
+        """Raise under DeepSpeed, which does not expose the gradients."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and isinstance(trainer.strategy, DeepSpeedStrategy):
             raise ValueError(
@@ -118,7 +122,7 @@ class GradientCallback(RunCallback):
             for place, held in enumerate(parameters_of(optimizer)):
                 # An optimizer may hold parameters that are not the module's.
                 self.names.setdefault(held, f"optimizer_{index}.{place}")
-        # FSDP1's outermost unit wraps the module, and holds all parameters outside inner units.
+        # FSDP1's outermost unit, `trainer.model`, holds all parameters outside inner units.
         self._flat = flat_parameter_groups(trainer.model or pl_module)
         before = self.in_front(trainer)
         self._ahead = [other for other in before if isinstance(other, GradientCallback)]
@@ -148,8 +152,8 @@ class GradientCallback(RunCallback):
     def measure(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, GradientStep]:
         """Return the optimizer's index and its gradients with their norms.
 
-        The measurement of the gradient callback directly before this one is reused. After any other
-        callback, which may have changed gradients, they are measured again.
+        If a gradient callback runs directly before this one, its measurement is reused. Any other
+        callback may have changed the gradients, so they are measured again.
         """
         index = trainer.optimizers.index(optimizer)
         step = self._previous._hand_over(index) if self._previous else None
@@ -168,7 +172,7 @@ class GradientCallback(RunCallback):
         return index, step
 
     def _hand_over(self, index: int) -> GradientStep | None:
-        """Remove and return the measurement for an optimizer; None if a skip makes it unusable."""
+        """Remove and return an optimizer's measurement; None if its update is skipped."""
         self._is_followed = True
         step = self._measured.pop(index, None)
         return None if index in self.withheld else step

@@ -1,7 +1,8 @@
 """L2 norms of one step's gradients, per tensor and in total.
 
-On a CPU the norms are floats; on an accelerator they stay there as tensors, without waiting. Norms
-of sharded gradients are those of the whole gradients, by one all-reduce per process group.
+On a CPU the norms are floats. On an accelerator they stay on the device as tensors, and the host
+does not wait. For sharded gradients, one all-reduce per process group yields the norms of the whole
+gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 DENSE = frozenset({torch.strided})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 
-# `map` over these takes half the time of a comprehension.
+# `map` with an `attrgetter` takes half the time of a comprehension.
 _grad, _layout, _dtype = map(attrgetter, ("grad", "layout", "dtype"))
 
 
@@ -42,10 +43,12 @@ class Gradients:
 
     Attributes:
         parameters: The parameters that have a gradient.
-        tensors: Their gradients on this rank, which share memory with ``Parameter.grad``. Scale
-            them, but measure :meth:`summed`.
-        groups: For each tensor the process groups with its other shards; empty if none is sharded.
-        pending: For each tensor the groups over which its sum is pending; empty if none is.
+        tensors: The gradients on this rank. They share memory with ``Parameter.grad``. Scale these
+            tensors, but measure those of :meth:`summed`.
+        groups: The process groups that hold the other shards of each tensor; empty if no tensor is
+            sharded.
+        pending: The process groups over which each tensor must still be summed; empty if there are
+            none.
     """
 
     parameters: list[Tensor]
@@ -55,18 +58,18 @@ class Gradients:
 
     @property
     def on_host(self) -> bool:
-        """Whether scalars of these gradients are Python floats."""
+        """Whether the scalars of these gradients (norms, factors) are Python floats."""
         return not self.tensors or reads_are_free(self.tensors[0].device)
 
     def summed(self) -> list[Tensor]:
-        """Return the tensors, with copies in which pending sums are complete. A collective."""
+        """Return the tensors with pending sums completed, in copies. A collective."""
         return reduce_each(self.tensors, self.pending) if self.pending else self.tensors
 
     def scale_(self, coefficient: Scalar) -> None:
         """Multiply every gradient by ``coefficient`` in place, without waiting for the device."""
         if isinstance(coefficient, Tensor):
             for (device, dtype), places in by_kind(self.tensors).items():
-                # A factor of the gradients' dtype keeps the fused kernel, and 1 is exact in it.
+                # The fused kernel needs a factor of the gradients' dtype. It holds 1 exactly.
                 factor = move(coefficient, device).to(dtype)
                 torch._foreach_mul_([self.tensors[place] for place in places], factor)
         elif self.tensors:
@@ -86,9 +89,9 @@ class GradientNorms:
 
 @dataclass(slots=True)
 class GradientStep:
-    """The gradients of one optimizer at one step, which may be changed in place.
+    """The gradients of one optimizer at one step. They may be changed in place.
 
-    The norms are divided by the loss scale; ``grad_scale`` is the current factor of the gradients.
+    The gradients contain the factor ``grad_scale``. The norms have been divided by it.
     """
 
     gradients: Gradients
@@ -105,11 +108,11 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def collect_gradients(
     parameters: Iterable[Tensor], flat: Mapping[Tensor, Groups] | None = None
 ) -> Gradients:
-    """Collect the gradients of ``parameters`` that have one.
+    """Collect the gradients of ``parameters``. Parameters without one are skipped.
 
-    Sparse gradients are coalesced in place and represented by their values, complex ones by their
-    real and imaginary parts. A sharded parameter without a gradient on this rank gets an empty
-    tensor, so that all ranks have lists of the same length.
+    Sparse gradients are coalesced in place and represented by their values, complex gradients by
+    their real and imaginary parts. A sharded parameter without a gradient on this rank is not
+    skipped. It gets an empty tensor, so that all ranks have lists of the same length.
     """
     parameters = list(parameters)
     plain = PLAIN.issuperset(map(type, parameters))
@@ -161,10 +164,10 @@ def as_real(tensor: Tensor) -> Tensor:
 def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> GradientNorms:
     """Measure the L2 norm of each gradient and of all together.
 
-    Half-precision gradients are accumulated in float32, and the tensors' norms are combined in
-    float64, so the total cannot overflow before a tensor's own norm does. On a CPU a finite
-    gradient whose norm exceeds float32 (about 1.8e19 in L2) is measured again in float64; on a
-    device its norm is infinite.
+    Half-precision gradients are accumulated in float32. The norms of tensors are combined in
+    float64, so the total cannot overflow before a tensor's own norm does. The square of a norm
+    above about 1.8e19 overflows float32. Such a norm is computed again in float64 on a CPU, and is
+    infinite on a device.
 
     Args:
         gradients: The result of :func:`collect_gradients`.
@@ -180,7 +183,7 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
         return _measure_on_device(tensors, gradients.groups, grad_scale)
     norms = _host_norms(tensors)
     if math.isinf(math.hypot(*norms)):
-        norms = _host_norms(tensors, torch.float64)  # infinite or only large?
+        norms = _host_norms(tensors, torch.float64)  # the squares of a finite gradient may overflow
     if gradients.groups:
         squares = torch.tensor(norms, dtype=torch.float64).square_()
         norms = combine_shards(squares, gradients.groups).sqrt_().tolist()  # on a CPU
@@ -190,7 +193,7 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
     return GradientNorms(norms, math.hypot(*norms))
 
 
-@torch.no_grad()  # unlike the host's floats, these tensors could keep a graph
+@torch.no_grad()  # tensors could keep a graph, floats cannot
 def _measure_on_device(
     tensors: list[Tensor], groups: list[Groups], grad_scale: Scalar
 ) -> GradientNorms:
@@ -224,7 +227,7 @@ def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the indices of the tensors by device and dtype, as foreach kernels need them."""
+    """Return the indices of the tensors by device and dtype. Foreach kernels need one of each."""
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault((tensor.device, tensor.dtype), []).append(place)

@@ -1,12 +1,12 @@
 """The ratio of two run times with a confidence interval, from timings taken in turns.
 
-Timings are not independent: they have outliers, slow minutes, and an offset per process, since a
-second process with the same code may be some tenths of a percent faster or slower throughout. So
-only timings of the same round are compared, by the median of the logarithms of their ratios, and
-the interval comes from the spread between process starts.
+Timings are not independent. They have outliers and slow minutes. They also have an offset per
+process: a second process with the same code may be some tenths of a percent slower throughout.
+Therefore only timings of the same round are compared. The estimate is the median of the logarithms
+of their ratios, averaged over process starts. The interval comes from the spread between starts.
 
-A few starts give a poor estimate of that spread. A usual spread is therefore included as if seen in
-``PRIOR_STARTS`` further starts, as moderated variances are for few replicates (Smyth 2004).
+A few starts give a poor estimate of that spread. A usual spread is therefore added with the weight
+of ``PRIOR_STARTS`` starts, as in moderated variances for few replicates (Smyth 2004).
 
 References:
     G. K. Smyth. Linear models and empirical Bayes methods for assessing differential expression in
@@ -29,11 +29,11 @@ PRIOR_STARTS = 4
 RESAMPLES = 400
 
 WIDENED = 1.25
-"""Factor of the variance of resamples, which is too small for short series (from simulations)."""
+"""Factor on the variance of resamples, which is too small for short series. From simulations."""
 
 
 class Ratio(NamedTuple):
-    """The time of a candidate in units of the reference, with an interval and a verdict."""
+    """The time of a candidate divided by that of the reference, with interval and verdict."""
 
     value: float
     low: float
@@ -42,7 +42,7 @@ class Ratio(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Half the interval, relative to the estimate."""
+        """Half the width of the interval, relative to the estimate."""
         return (self.high - self.low) / 2 / self.value
 
 
@@ -53,13 +53,14 @@ def compare_pairs(
     offset: float = 0.0,
     tolerance: float = 0.0,
 ) -> Ratio | None:
-    """Estimate the ratio of the second of each pair of seconds to the first; None without pairs.
+    """Estimate the ratio of the candidate's time to the reference's; None without valid pairs.
 
     Args:
-        starts: For each process start its rounds: seconds of the reference and of the candidate.
+        starts: The rounds of each process start. A round is a pair of run times in seconds, of the
+            reference and of the candidate.
         confidence: Confidence level of the interval.
         offset: The usual standard deviation of the log ratio of two processes with the same code.
-        tolerance: A ratio nearer to 1 than this counts as no difference.
+        tolerance: A relative difference below this counts as no difference.
     """
     logs = [
         [math.log(other / reference) for reference, other in rounds if reference > 0 < other]
@@ -80,7 +81,7 @@ def compare_pairs(
 
 
 def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the median over rounds of the ratio within a round."""
+    """Return the median over rounds of ``seconds / reference``."""
     return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
 
 
@@ -93,8 +94,8 @@ def judge(value: float, low: float, high: float, tolerance: float) -> str:
 def centre_and_variance(values: Sequence[float]) -> tuple[float, float]:
     """Return the median of a series and the variance of this median.
 
-    The variance is a block bootstrap's, because neighbours are correlated. It is derived from
-    quantiles of the resamples, because a few resamples consist mostly of outliers.
+    A block bootstrap estimates the variance, because neighbours are correlated. It uses quantiles
+    of the resampled medians, because a few resamples consist mostly of outliers.
     """
     series = torch.tensor(values, dtype=torch.float64)
     count = len(series)
@@ -111,9 +112,10 @@ def centre_and_variance(values: Sequence[float]) -> tuple[float, float]:
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """Return the quantile of Student's distribution, within 1% for 4 degrees of freedom or more.
+    """Return a quantile of Student's t-distribution.
 
-    The expansion in the normal quantile, Abramowitz and Stegun (1964), 26.7.5.
+    The error is at most 1% for at least 4 degrees of freedom. The formula expands in the normal
+    quantile (Abramowitz and Stegun 1964, 26.7.5).
     """
     z = statistics.NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4

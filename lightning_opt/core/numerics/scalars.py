@@ -1,8 +1,9 @@
 """Scalars of a training run: Python floats on a CPU, 0-dimensional tensors on a device.
 
 On a CPU Python floats are cheapest. On an accelerator a scalar must stay a tensor, because reading
-it makes the host wait for the device. Operators work on both; these functions cover the rest.
-Unless a docstring says otherwise, none of them waits for the device or copies from host memory.
+it makes the host wait for the device. Arithmetic operators work on both; these functions cover
+other operations. They never wait for the device or copy from host memory, unless their docstring
+says so.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HOST = torch.device("cpu")
 
 
 def exp(x: float) -> float:
-    """Return e to the power of ``x``; infinity where that overflows, as on a device."""
+    """Return e to the power of ``x``; infinity on overflow, as PyTorch does."""
     try:
         return math.exp(x)
     except OverflowError:
@@ -65,15 +66,15 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``. Waits only for a copy to the host.
+    """Return ``tensor`` on ``device``. A copy to the host waits for the device.
 
-    Without that wait the copy would hold garbage until the device has caught up.
+    Without the wait, the host could read the copy before it is complete.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def stack_scalars(values: Sequence[Scalar]) -> Tensor:
-    """Return scalars as one tensor on the first device among them that is not the host."""
+    """Return scalars as one tensor, on the first accelerator among their devices, else the CPU."""
     devices = [value.device for value in values if isinstance(value, Tensor)] or [HOST]
     home = next((device for device in devices if device.type != "cpu"), devices[0])
     wide = wide_dtype(home)
@@ -94,8 +95,8 @@ def read_scalars(values: Sequence[Scalar]) -> list[float]:
 def to_plain(value: Any) -> Any:
     """Return ``value`` with tensors on the CPU and 0-dimensional tensors as numbers.
 
-    For checkpoints and reports: it waits for the device, and omits each :class:`DeviceCache` in a
-    dict.
+    It serves checkpoints and reports, and waits for the device. Each :class:`DeviceCache` in a dict
+    is omitted.
     """
     if isinstance(value, Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu().clone()

@@ -1,9 +1,9 @@
 """Running statistics of a scalar: a window of its values, and a band of its usual range.
 
-Each statistic is a rule over a plain ``dict`` that holds its state, so that a checkpoint can store
-the state as it is. A Python float is handled with Python floats. A 0-dimensional tensor is handled
-on its device with a few operators on tensors of the whole state, because each operator costs a
-launch. Only values above 0 and finite enter; an update with any other value changes nothing.
+The state of a statistic is a plain ``dict``, which a checkpoint can store as it is. Python floats
+are computed with Python floats. A 0-dimensional tensor stays on its device; there the state is
+stored in a few tensors, because each operator costs a kernel launch. Only finite values above 0
+are added. Any other value leaves the state unchanged.
 
 Example:
     >>> window = Window(size=2)
@@ -29,15 +29,15 @@ from lightning_opt.core.arguments import check_at_least, check_fraction, check_p
 from lightning_opt.core.numerics.scalars import DeviceCache, Scalar, constant, exp
 
 State: TypeAlias = dict[str, Any]
-"""A statistic's state: numbers, lists of numbers, or tensors of them on a device."""
+"""A statistic's state by name: numbers and lists of numbers on a CPU, tensors on a device."""
 
 
 class Window:
     """The last ``size`` values, or all of them, with mean, deviation and quantiles.
 
     Args:
-        size: How many values to keep, at least 2. ``None`` keeps every value: eight bytes each, and
-            a quantile costs an insertion on a CPU but a sort of the whole history on a device.
+        size: Number of values to keep, at least 2. ``None`` keeps every value, at eight bytes each.
+            A value then costs one insertion on a CPU; on a device each quantile sorts all values.
     """
 
     def __init__(self, size: int | None) -> None:
@@ -50,7 +50,7 @@ class Window:
     def update(self, state: State, value: Scalar) -> None:
         """Add ``value`` if it is above 0 and finite. In a full window it replaces the oldest."""
         if isinstance(value, Tensor):
-            # The host knows an upper bound of the number of values, which sizes the buffer.
+            # `pushed` is at least the number of values, and sizes the buffer without a read.
             state["pushed"] += 1
             self.place(state, value)
             valid = value * 0 < value  # False for NaN, infinity and 0
@@ -60,7 +60,7 @@ class Window:
         elif 0.0 < value < math.inf:
             values, count = self._on_host(state), int(state["count"])
             if self.size is None:
-                bisect.insort(values, value)  # sorted: only quantiles use all values
+                bisect.insort(values, value)  # the order of values is not needed
             elif len(values) < self.size:
                 values.append(value)
             else:
@@ -68,17 +68,17 @@ class Window:
             state["count"] = state["pushed"] = count + 1
 
     def place(self, state: State, like: Scalar) -> None:
-        """Move the state to the device of ``like``, if that is a tensor.
+        """Move the state to the device of ``like``; do nothing if ``like`` is a float.
 
-        There the newest value is the last one, and NaN fills unused places. :meth:`update` calls
-        this too; call it before reading a statistic from a resumed state.
+        On the device the values are ordered from old to new, after NaN in unused places.
+        :meth:`update` calls this too. Call it before reading a statistic from a resumed state.
         """
         if not isinstance(like, Tensor):
             return
         values, count = state["values"], state["count"]
         length = self.size or max(64, 1 << (state["pushed"] - 1).bit_length())
         if not isinstance(values, Tensor) or values.device != like.device:
-            # A new or a resumed run: the only copy from the host.
+            # Only at the start of a new or resumed run: copy from the host.
             if isinstance(values, list) and self.size and count > self.size:
                 values = values[count % self.size :] + values[: count % self.size]
             values = constant(values, like.device)
@@ -89,7 +89,7 @@ class Window:
             state["count"] = torch.full((), count, dtype=values.dtype, device=like.device)
 
     def mean_plus_std(self, state: State, k: float) -> Scalar:
-        """Return the mean plus ``k`` population standard deviations; 0 without values."""
+        """Return the mean plus ``k`` population standard deviations; 0 for an empty window."""
         values = state["values"]
         if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
             n = state["count"].clamp(1, self.size)
@@ -104,11 +104,11 @@ class Window:
         return center + k * math.hypot(*[x - center for x in numbers]) / math.sqrt(len(numbers))
 
     def quantile(self, state: State, q: float) -> Scalar:
-        """Return the ``q``-quantile (0 to 1, linear in between); infinity without values."""
+        """Return the ``q``-quantile, interpolated linearly; infinity for an empty window."""
         values = state["values"]
         if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
             ordered = values.sort().values  # NaN comes last
-            # In float64: an integer tensor times a float would be float32.
+            # The count is float64. An integer tensor times a float would become float32.
             position = (state["count"].clamp(1, self.size) - 1) * q
             low = position.floor()
             pair = ordered[torch.stack([low, position.ceil()]).long()]
@@ -122,8 +122,8 @@ class Window:
         return float(numbers[below] + (above - numbers[below]) * (place - below))
 
     def _on_host(self, state: State) -> list[float]:
-        """Return the values as a list, sorted if all are kept."""
-        if isinstance(state["values"], Tensor):  # once, after a run on a device
+        """Return the values as a list. It is sorted if ``size`` is None."""
+        if isinstance(state["values"], Tensor):  # only once, after a run on a device
             values = [value for value in state["values"].tolist() if not math.isnan(value)]
             state["values"] = sorted(values) if self.size is None else values
             state["count"] = len(values)
@@ -131,31 +131,32 @@ class Window:
 
 
 FAR = 1e15
-"""Replaces infinity in logarithms, because 0 times infinity is NaN. Its square is finite."""
+"""Stands for infinity in logarithms, because 0 times infinity is NaN. Its square is finite."""
 
 MISSING, WITHIN, BEYOND = range(3)
-"""Where a value lies: it is not above 0 and finite, it is below the threshold, it is above."""
+"""The case of a value: invalid (not finite or not above 0), at most the threshold, above it."""
 
 
 class LogBand:
-    """The usual range of a positive series, in the logarithm, which spikes cannot widen.
+    """The usual range of a series of positive values. Spikes do not widen it.
 
-    Losses and gradient norms spread over factors, so mean and deviation are those of the logarithm,
-    averaged exponentially. The threshold is ``exp(mean + k * deviation)``. A value further than
-    ``winsor`` deviations from the mean counts as ``winsor`` deviations, and a value above the
-    threshold moves the mean without widening the band. After ``patience`` values in a row above the
+    Losses and gradient norms vary by factors. Mean and deviation are therefore exponential averages
+    over the logarithm. The threshold is ``exp(mean + k * deviation)``. A value further than
+    ``winsor`` deviations from the mean counts as ``winsor`` deviations. A value above the threshold
+    moves the mean but leaves the deviation unchanged. After ``patience`` values in a row above the
     threshold the mean moves to their average.
 
-    For a value with logarithm x, where ``clamp`` limits to ``winsor`` deviations::
+    The update for a value with logarithm x, where ``clamp`` limits to ``winsor`` deviations::
 
         mean     += weight * clamp(x - mean)
         variance  = keep * variance + square * clamp(x - mean)**2 + rough * clamp(x - previous)**2
         level     = level_keep * level + level_weight * (x - level)
         streak    = streak_keep * streak + streak_gain
 
-    All coefficients come from :meth:`_by_count` and :meth:`_by_streak`. In the warm-up the variance
-    is half the mean square of the differences between neighbours (von Neumann's estimate), which a
-    trend does not enter. The weight after ``n`` values is ``3 / (n + 3)``, at least ``1 - decay``.
+    :meth:`_by_count` and :meth:`_by_streak` return the coefficients. ``level`` is the average of
+    the last ``streak`` values, which were above the threshold. In the warm-up the variance is half
+    the mean square of the differences between neighbours (von Neumann's estimate), so a trend
+    hardly adds to it. The weight after ``n`` values is ``3 / (n + 3)``, at least ``1 - decay``.
 
     Args:
         k: Standard deviations from the mean to the threshold, above 0.
@@ -163,14 +164,14 @@ class LogBand:
         winsor: Deviations to which a value is clamped, above 0.
         warmup: Values before the threshold is finite, at least 2.
         patience: Values in a row above the threshold after which the mean moves; None for never.
-        min_std: Lower bound of the deviation (of the natural logarithm).
+        min_std: Lower bound of the deviation of the natural logarithm.
     """
 
     WARMUP_STD = 0.5
-    """Lower bound of the deviation for clamping in the warm-up; a factor of 1.6."""
+    """Lower bound of the deviation for clamping in the warm-up. It is a factor of 1.6."""
 
     LEAD = 3.0
-    """How much more than an equal share a new value weighs at first."""
+    """Weight of a new value at first, in multiples of its share in the plain mean."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class LogBand:
         self.warmup = check_at_least("warmup", warmup, 2)
         self.patience = None if patience is None else check_at_least("patience", patience, 1)
         self.min_std = check_positive("min_std", min_std)
-        # Coefficients are constant from this count on.
+        # From the count `_last` on, the coefficients are constant.
         settled = math.ceil(self.LEAD / max(1.0 - self.decay, 1e-4) - self.LEAD)
         self._last = max(self.warmup, settled)
 
@@ -202,7 +203,7 @@ class LogBand:
         return weight, 1.0 - 1.0 / max(n, 1), 0.0, 0.5 / n if n else 0.0
 
     def _by_streak(self, n: int, case: int) -> tuple[float, float, float, float, bool]:
-        """Return the coefficients of ``level`` and ``streak``, and whether the mean moves."""
+        """Return the coefficients of ``level`` and ``streak``, and whether the mean jumps to it."""
         if case == MISSING:
             return 1.0, 0.0, 1.0, 0.0, False
         if case == WITHIN or self.patience is None:
@@ -211,7 +212,10 @@ class LogBand:
         return 1.0, 1.0 / (n + 1), float(not ends), float(not ends), ends
 
     def _floors(self, n: int) -> tuple[float, float]:
-        """Return the lower bounds of the deviation after ``n`` values: threshold and clamping."""
+        """Return two lower bounds of the deviation after ``n`` values.
+
+        The first one is for the threshold, the second one for clamping.
+        """
         if n >= self.warmup:
             return self.min_std, self.min_std
         return FAR, max(self.WARMUP_STD, self.min_std) if n else FAR
@@ -221,7 +225,7 @@ class LogBand:
         return {"band": [[0.0] * 3 for _ in range(3)]}
 
     def limit(self, value: Scalar, state: State) -> Scalar:
-        """Return the threshold for this value, then move the band."""
+        """Return the threshold for this value, then add the value to the band."""
         if isinstance(value, Tensor):
             bands = state.get("device")
             if bands is None or bands.device != value.device:
@@ -229,7 +233,7 @@ class LogBand:
             threshold: Tensor = bands.thresholds()[0]
             bands.advance(value.log()[None])
             return threshold
-        if isinstance(state["band"], Tensor):  # once, after a run on a device
+        if isinstance(state["band"], Tensor):  # only once, after a run on a device
             state.update({"band": state["band"].tolist(), "device": None})
         (mean, _, count), (previous, var, _), (level, _, streak) = state["band"]
         n = min(int(count), self._last)
@@ -257,30 +261,35 @@ class LogBand:
 
 
 class DeviceBands(DeviceCache):
-    """Bands with the same settings on a device, where each operator costs a launch.
+    """Several bands with the same settings on a device, updated with few kernel launches.
 
-    The state of a band is a matrix of 3 by 3, and any value moves it in the same way::
+    The state of a band is a 3 by 3 matrix. Every value, valid or not, updates it by::
 
         e     = clamp(x - state[:, :1], lowest, highest)
         state = keep * state + gain * e ** [1, 2, 0]
 
-    The rows are (mean, its share of the variance, count), (previous value, variance, count) and
-    (level, nothing, streak). ``keep`` and ``gain`` hold the coefficients of :class:`LogBand`, in a
-    table by count and case. Then the first row's share is added to the variance, and the mean moves
-    to the level where a streak ends.
+    The rows of the matrix are:
+
+    1. mean, variance term of the distance from the mean, count
+    2. previous value, variance, count
+    3. level, unused, streak
+
+    A table by count and case holds ``keep`` and ``gain``, which are the coefficients of
+    :class:`LogBand`. After the update, the variance term of row 1 is added to the variance of
+    row 2. If a streak ends, the mean is set to the level.
 
     Args:
         band: The settings.
-        states: One state per band, from :meth:`LogBand.init` or a checkpoint. They are kept up to
-            date, as views.
+        states: One state per band, from :meth:`LogBand.init` or a checkpoint. Each update stores
+            views of the matrices in them.
         device: The device.
     """
 
     def __init__(self, band: LogBand, states: Sequence[State], device: torch.device) -> None:
         super().__init__(device)
         self._states = states
-        # Each bound is an offset plus a multiple of its own band's deviation: first the edges
-        # between the cases, then how far down and up each entry may move.
+        # Each bound is an offset plus a multiple of its band's deviation. The first bounds are the
+        # edges between cases. The others are the lowest and highest `e` of each matrix entry.
         size = len(states)
         offsets, slopes = [-FAR, 0.0] * size, torch.zeros(20 * size, size, 2)
         slopes[1 : 2 * size : 2, :, 0] = band.k * torch.eye(size)
@@ -301,10 +310,13 @@ class DeviceBands(DeviceCache):
         return (self._matrix[0, :, 0] + self._edges[:, 1]).exp()
 
     def advance(self, x: Tensor) -> Tensor:
-        """Move each band by the logarithm of one value; minus infinity for no value.
+        """Add one value to each band.
+
+        Args:
+            x: The logarithms of the values; minus infinity for an invalid value.
 
         Returns:
-            For each, :data:`MISSING`, :data:`WITHIN` or :data:`BEYOND`.
+            The case of each value: :data:`MISSING`, :data:`WITHIN` or :data:`BEYOND`.
         """
         matrix = self._matrix
         away = x[None, :, None] - matrix[:, :, :1]
@@ -318,7 +330,7 @@ class DeviceBands(DeviceCache):
         return case
 
     def _store(self, matrix: Tensor, floors: Tensor) -> None:
-        """Store the states, and compute the bounds for the next value."""
+        """Store the matrices in the states, and compute the bounds for the next value."""
         self._matrix, size = matrix, len(self._states)
         for state, own in zip(self._states, matrix.unbind(1), strict=True):
             state["band"] = own
@@ -329,10 +341,11 @@ class DeviceBands(DeviceCache):
 
 
 def _band_table(band: LogBand) -> Tensor:
-    """Return the coefficients of :class:`LogBand` by row, count and case, for :class:`DeviceBands`.
+    """Return the coefficients of :class:`LogBand` for :class:`DeviceBands`.
 
-    The last dimension holds three of ``keep``, three of ``gain``, whether the mean moves to the
-    level, and the lower bounds of the deviation for the next value.
+    The dimensions are: row, count (streak for row 3), case, coefficient. The coefficients are three
+    of ``keep``, three of ``gain``, whether the mean is set to the level, and the two lower bounds
+    of the deviation for the next value.
     """
     table: list[list[list[list[float]]]] = [[], [], []]
     for n in range(band._last + 1 + max(band.patience or 0, 1)):

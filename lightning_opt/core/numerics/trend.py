@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 
 def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return the median of the slopes of all pairs of points; 0 for fewer than two.
+    """Return the median slope over all pairs of points; 0 for fewer than two points.
 
-    It tolerates almost a third of outliers. Sen (1968), *Estimates of the Regression Coefficient
-    Based on Kendall's Tau*.
+    Up to almost a third of the points may be outliers. Sen (1968), *Estimates of the
+    Regression Coefficient Based on Kendall's Tau*.
     """
     slopes = [
         (y[j] - y[i]) / (x[j] - x[i])
@@ -24,10 +24,10 @@ def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def mann_kendall(y: Sequence[float]) -> tuple[int, float]:
-    """Return Kendall's S and the one-sided probability of an S as large without a trend.
+    """Return Kendall's S and the one-sided p-value of S.
 
-    It uses the normal approximation, corrected for ties and continuity; 1 for fewer than three
-    values. Mann (1945), *Nonparametric Tests Against Trend*.
+    The p-value uses the normal approximation, corrected for ties and continuity. It is 1 for fewer
+    than three values. Mann (1945), *Nonparametric Tests Against Trend*.
     """
     n = len(y)
     s = sum((y[j] > y[i]) - (y[j] < y[i]) for i in range(n) for j in range(i + 1, n))

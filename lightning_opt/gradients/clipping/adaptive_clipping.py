@@ -30,9 +30,9 @@ class AdaptiveClipping(GradientCallback):
     A fixed ``gradient_clip_val`` must be found for each model, and is wrong for most of a run,
     because norms shrink by orders of magnitude. This callback learns the usual norm and clips
     larger ones. It uses the true norm: without the fp16 loss scale (also with fused optimizers),
-    over all shards under DDP, FSDP and tensor parallelism, once per accumulation window, and
-    separately for each optimizer, also under manual optimisation. A NaN or infinite norm enters no
-    statistic, and its gradients stay unchanged, for the loss scaler or a guard.
+    over all shards under DDP, FSDP and tensor parallelism. It clips once per accumulation window
+    and separately for each optimizer, also under manual optimisation. A NaN or infinite norm enters
+    no statistic. Its gradients stay unchanged, so that the loss scaler or a guard finds them.
 
     On an accelerator the host never waits for the device between reports.
 
@@ -42,7 +42,7 @@ class AdaptiveClipping(GradientCallback):
     ``clip/norm``          total gradient norm before clipping
     ``clip/threshold``     threshold, for rules on the total norm
     ``clip/coefficient``   factor on the gradients; the smallest if there are several
-    ``clip/fraction``      share of steps (or of tensors or units, for rules on those) clipped
+    ``clip/fraction``      share of steps clipped; of tensors or units for rules that clip those
     ``clip/nonfinite``     steps so far with a NaN or infinite norm
     ====================== =====================================================================
 
@@ -68,18 +68,18 @@ class AdaptiveClipping(GradientCallback):
     def __init__(self, rule: str | ClippingRule = "robust", every_n_steps: int = 50) -> None:
         super().__init__()
         self.rule = resolve_rule(rule)
-        # Lightning reads the key at every hook.
+        # Computed once, because Lightning reads the key at every hook.
         self._state_key = self._generate_state_key(rule=repr(self.rule))
         self._schedule = Schedule(every_n_steps)
         self._tallies: dict[int, ClipTally] = {}
 
     @property
     def state_key(self) -> str:
-        """A key that contains the rule's settings, so that no rule resumes from another's state."""
+        """The callback's key in checkpoints. It contains the settings: states of rules differ."""
         return self._state_key
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise if the Trainer clips too, or if the strategy does not fit the rule."""
+        """Raise if the Trainer clips too, or if the rule does not work with the strategy."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return

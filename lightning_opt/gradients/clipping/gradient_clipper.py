@@ -1,4 +1,4 @@
-"""Clipping rules by name, their counts per optimizer, and a clipper for plain PyTorch loops."""
+"""Clipping rules by name, their tally per optimizer, and a clipper for plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
 
 
 MAX_UNCOUNTED = 1024
-"""Steps until counts are summed. Summing at every step would cost launches."""
+"""Steps between two sums of the counts. A sum at every step would cost kernel launches."""
 
 
 class ClipTally:
@@ -93,7 +93,7 @@ class ClipTally:
             self._count()
 
     def _count(self) -> None:
-        """Sum the steps that are not yet counted, without waiting for the device."""
+        """Add the steps since the last sum to the counts, without waiting for the device."""
         if self._uncounted:
             norms, coefficients = map(stack_scalars, zip(*self._uncounted, strict=True))
             self._uncounted = []

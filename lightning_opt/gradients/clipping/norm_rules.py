@@ -1,8 +1,8 @@
-"""Rules that set a threshold for the total gradient norm from the norms before it.
+"""Rules that compute a threshold for the total gradient norm from earlier norms.
 
-A rule holds only its settings. Its state is a plain ``dict`` from :meth:`ClippingRule.init`, one
-per optimizer, which a checkpoint can store as it is. A rule gets norms as Python floats on a CPU
-and as 0-dimensional tensors on a device, where each operator costs a launch.
+A rule holds only its settings. Each optimizer has its own state, a plain ``dict`` from
+:meth:`ClippingRule.init` that a checkpoint can store as it is. Norms are Python floats on a CPU
+and 0-dimensional tensors on a device, where each operator costs a kernel launch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Clip:
     """The result of clipping one step's gradients.
 
     Attributes:
-        clipped: Share of the gradient over its threshold: 0 or 1 for a rule on the total norm, the
-            share of tensors or units for the others. None: 1 if the coefficient is below 1, else 0.
+        clipped: Share that was clipped: 0 or 1 for a rule on the total norm, else a share of
+            tensors or units. None stands for 1 if the coefficient is below 1, else for 0.
         threshold: The threshold on the total norm; None for rules without one.
         coefficient: The factor on the gradients, the smallest if there are several; None for rules
             that do not multiply.
@@ -79,8 +79,8 @@ class NormRule(ClippingRule):
         """Return the threshold for a step of total norm ``norm``, and add the norm to ``state``.
 
         Args:
-            norm: The total norm, a float or a 0-dimensional tensor; 0 for a norm that is not
-                finite. A norm of 0 must not change ``state``: a statistic of zeros would clip every
+            norm: The total norm, a float or a 0-dimensional tensor. A non-finite norm is passed
+                as 0. A norm of 0 must not change ``state``: a statistic of zeros would clip every
                 later gradient to 0.
             state: The rule's state, updated in place.
 
@@ -100,7 +100,7 @@ class NormRule(ClippingRule):
             cache = state.get("one")
             if cache is None or cache.device != norm.device:
                 cache = state["one"] = DeviceCache(norm.device, one=1.0)
-            # A norm of 0 gives infinity, or NaN for a threshold of 0, which `fmin` ignores.
+            # A norm of 0 gives infinity, or NaN if the threshold is 0. `fmin` then returns 1.
             coefficient = torch.fmin(threshold / norm, cache.tensors["one"])
             step.gradients.scale_(coefficient)
             return Clip(None, threshold, coefficient)
@@ -134,14 +134,14 @@ class FixedNorm(NormRule):
 class MeanStd(NormRule):
     """Mean plus ``k`` standard deviations of the last ``window`` norms.
 
-    A norm is compared with the norms before it, so a spike does not raise its own threshold. With
-    the raw history a spike raises the next thresholds: the last of ten spikes in a row is hardly
-    clipped, and a lasting change of the norm is accepted within a few steps. With the clipped
-    history it is the other way round.
+    A norm is compared with earlier norms, so a spike does not raise its own threshold. With the raw
+    history a spike raises the next thresholds: the last of ten spikes in a row is hardly clipped,
+    and a lasting change of the norm is accepted within a few steps. With the clipped history
+    repeated spikes are clipped, and a lasting change is accepted slowly.
 
     Args:
         k: Standard deviations (population) above the mean, above 0.
-        window: How many norms are kept, at least 2.
+        window: Number of norms to keep, at least 2.
         history: ``"raw"`` keeps norms before clipping, ``"clipped"`` after clipping.
         warmup: Finite norms before the first clipping, from 2 to ``window``.
     """
@@ -177,13 +177,13 @@ class MeanStd(NormRule):
 class Percentile(NormRule):
     """AutoClip: the ``percentile``-th percentile of the norms so far, including the current one.
 
-    With the default of 10 nine of ten steps are clipped: it normalises the gradient rather than
-    removing spikes.
+    With the default of 10 the rule clips nine of ten steps. This normalises the gradient rather
+    than removing spikes.
 
     Args:
-        percentile: From 0 to 100, linear between neighbours.
-        window: How many norms are kept, at least 2. None keeps all of them, as in the paper: at
-            least eight bytes per step in every checkpoint.
+        percentile: From 0 to 100, interpolated linearly.
+        window: Number of norms to keep, at least 2. None keeps all of them, as in the paper. Each
+            step then adds at least eight bytes to every checkpoint.
 
     References:
         Seetharaman, Wichern, Pardo and Le Roux (2020), *AutoClip: Adaptive Gradient Clipping for
@@ -207,10 +207,10 @@ class Percentile(NormRule):
 class ZClip(NormRule):
     """Clips norms with a z-score above ``z``: the higher the score, the lower the threshold.
 
-    The threshold of a norm with z-score s > z is ``mean + z * std * (z / s)``, with mean and
-    variance averaged exponentially over the clipped norms. Thresholds equal those of the published
-    package (zclip 1.0, adaptive scaling), except that a norm that is NaN, infinite or 0 changes
-    nothing, during warm-up too.
+    The threshold of a norm with z-score s > z is ``mean + z * std * (z / s)``. Mean and variance
+    are exponential averages over the clipped norms. Thresholds equal those of the published package
+    (zclip 1.0, adaptive scaling), with one exception: a norm that is NaN, infinite or 0 leaves the
+    state unchanged, also during the warm-up.
 
     Args:
         alpha: Share of the old mean and variance that is kept at each step, in [0, 1).
@@ -236,7 +236,7 @@ class ZClip(NormRule):
         return {"moments": [0.0, 0.0, 0.0]}
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
-        """Return the threshold for this norm, then average the clipped norm.
+        """Return the threshold for this norm, and add the clipped norm to the averages.
 
         With ``away = min(norm, threshold) - mean`` and the coefficients of :meth:`_weights`::
 
@@ -260,14 +260,15 @@ class ZClip(NormRule):
     def _weights(self, count: float) -> tuple[float, float, float]:
         """Return ``keep``, ``weight`` and ``gain`` after ``count`` norms.
 
-        In the warm-up they give the plain mean and population variance, then exponential averages.
+        In the warm-up they yield the plain mean and population variance. After it they yield
+        exponential averages.
         """
         weight = 1.0 / (count + 1) if count < self.warmup else 1.0 - self.alpha
         square = weight * (1.0 - weight)
         return 1.0 - weight, weight, square if count < self.warmup else square * (1.0 - weight)
 
     def _limit_on_device(self, norm: Tensor, state: State) -> Tensor:
-        """Compute the same as ``moments = keep * moments + gain * away ** [1, 2, 0]``."""
+        """Compute :meth:`limit` by ``moments = keep * moments + gain * away ** [1, 2, 0]``."""
         cache = state.get("device")
         if cache is None or cache.device != norm.device:
             table = []
@@ -298,8 +299,8 @@ class Robust(LogBand, NormRule):
     The formula is that of :class:`~lightning_opt.core.numerics.statistics.LogBand`. Ten spikes in a
     row do not raise the threshold. If ``patience`` steps in a row are clipped, the norm has changed
     for good (a new phase of training, another learning rate), and the range moves to the new level.
-    A run that truly diverges is therefore accepted 25 steps late: add a guard. At the start of a
-    run, where norms often fall tenfold within a hundred steps, the range follows them down.
+    A diverging run is therefore no longer clipped after 25 steps: add a guard. At the start of a
+    run norms often fall tenfold within a hundred steps, and the range follows them down.
 
     Args:
         k: Standard deviations above the mean, above 0. With 3 one step in 400 of a steady run is
@@ -308,6 +309,6 @@ class Robust(LogBand, NormRule):
         winsor: Norms further from the mean count as this many deviations, above 0.
         warmup: Norms before the first clipping, at least 2.
         patience: Clipped steps in a row after which the new level is accepted; None for never.
-        min_std: Lower bound of the deviation (of the natural logarithm), so that runs with hardly
-            any noise are not clipped all the time. 0.1 lets through 1.35 times the mean.
+        min_std: Lower bound of the deviation of the natural logarithm. Without it a run with hardly
+            any noise would be clipped often. With 0.1, norms up to 1.35 times the mean pass.
     """

@@ -29,14 +29,17 @@ from lightning_opt.gradients.gradient_callback import plain_name
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 MAX_STACKED_ELEMENTS = 2**20
-"""On a GPU, tensors of the same shape with at most this many elements are stacked, so that one
-kernel measures their units. Larger tensors fill the GPU, and copies would need memory."""
+"""On a GPU, tensors of the same shape with at most this many elements are stacked.
+
+One kernel then measures the units of all of them. A larger tensor keeps the GPU busy alone, and
+stacking would copy it.
+"""
 
 
 class FixedValue(ClippingRule):
     """Clamps each element to ``[-max_value, max_value]``, as ``clip_grad_value_`` does.
 
-    This changes the direction of the gradient. A gradient with a NaN or an infinity stays
+    This changes the direction of the gradient. If any gradient has a NaN or an infinity, all stay
     unchanged, so that a guard or a loss scaler still finds it.
 
     ``Clip.clipped`` is the share of tensors with an element over the bound. With sharded gradients
@@ -60,7 +63,7 @@ class FixedValue(ClippingRule):
         device = pairs[0][0].device
         norms = torch._foreach_norm([whole for _, whole in pairs], math.inf)
         largest = torch.stack([move(norm, device) for norm in norms])
-        # 0 times a non-finite norm is NaN. The limit then becomes infinite, so nothing is clamped.
+        # 0 times a non-finite norm is NaN. The limit then becomes infinite and clamps nothing.
         limit = constant(step.norms.total * 0.0 + self.max_value * step.grad_scale, device)
         limit.nan_to_num_(math.inf)
         over = largest > limit
@@ -79,19 +82,19 @@ class PerParameter(ClippingRule):
     """AdaGC: limits each tensor's norm to ``factor`` times its own average so far.
 
     For the first ``warmup`` steps the total norm is limited to ``warmup_norm``, and each tensor's
-    average is the smallest of its clipped norms. After that the average is exponential, over the
+    average is the smallest of its clipped norms. After that it is the exponential average of the
     clipped norms.
 
-    There are two differences from the paper. A norm of zero never enters an average: otherwise a
-    tensor whose gradient is zero in the warm-up would stay at zero for good. A tensor that first
-    has a gradient after the warm-up starts from its own norm.
+    There are two differences from the paper. First, a norm of zero never enters an average:
+    a limit of zero would keep the gradient at zero for good. Second, if a tensor first has a
+    gradient after the warm-up, its average starts from its own norm.
 
     ``Clip.clipped`` is the share of tensors that were clipped.
 
     Args:
         factor: Largest ratio of a tensor's norm to its average (lambda_rel), above 0.
         decay: Share of the average that is kept at each step (beta), in [0, 1).
-        warmup: Steps under the global bound, at least 1.
+        warmup: Steps that use the global bound, at least 1.
         warmup_norm: The global bound (lambda_abs), above 0.
 
     References:
@@ -114,7 +117,7 @@ class PerParameter(ClippingRule):
         """Return the state before any step.
 
         ``names`` lists the tensors of the last step, and ``averages`` their averages. ``absent``
-        holds by name the averages of tensors that had no gradient in the last step.
+        maps names to averages for the tensors without a gradient in the last step.
         """
         return {"count": 0, "names": [], "averages": [], "absent": {}}
 
@@ -141,7 +144,7 @@ class PerParameter(ClippingRule):
         state["averages"] = torch.where(finite & (clipped_norms > 0), updated, average)
         state["count"] = state["count"] + finite
 
-        if not step.gradients.on_host or over.any():  # on a CPU
+        if not step.gradients.on_host or over.any():  # `any` is read only on a CPU
             pairs = zip(coefficient.unbind(), tensors, strict=True)
             torch._foreach_mul_(tensors, [move(factor, tensor.device) for factor, tensor in pairs])
         return Clip(over.mean(dtype=norms.dtype), coefficient=coefficient.min())
@@ -164,19 +167,19 @@ class PerParameter(ClippingRule):
 class UnitWise(ClippingRule):
     """AGC: limits the gradient norm of each unit to ``clip_factor`` times its weights' norm.
 
-    A unit holds the weights of one output: a row of a linear layer, or a filter of a convolution
-    (along the second dimension for a transposed one). Tensors with only one dimension larger than
-    1, such as biases and gains, are one unit.
+    A unit holds the weights of one output: a row of a linear layer, or a filter of a convolution.
+    The outputs are the first dimension; in a transposed convolution they are the second. A tensor
+    with at most one dimension larger than 1, such as a bias or a gain, is one unit.
 
     ``Clip.clipped`` is the share of units that were clipped.
 
     Args:
-        clip_factor: Largest ratio of gradient to weight norm, above 0. The paper has 0.01 for large
-            batches of images.
+        clip_factor: Largest ratio of gradient to weight norm, above 0. The paper uses 0.01 for
+            large batches of images.
         eps: Lower bound of weight norms. Without it a zero-initialised layer would stay at zero.
-        exclude: Parameters that are not clipped. ``"final_linear"``, as in the paper: the linear
-            layer that runs last in the first step. A list of patterns for parameter names, such as
-            ``["head.*"]``. ``None`` for none.
+        exclude: Parameters that are not clipped. ``"final_linear"`` excludes the linear layer that
+            runs last in the first step, as in the paper. A list such as ``["head.*"]`` excludes
+            parameters whose names match a pattern. ``None`` excludes none.
 
     References:
         Brock, De, Smith and Simonyan (2021), *High-Performance Large-Scale Image Recognition
@@ -237,7 +240,7 @@ class UnitWise(ClippingRule):
         if not isinstance(finite, Tensor):
             if not finite:
                 return Clip(0.0)
-            # Only on a CPU: above this norm squares may overflow float32.
+            # A float norm is on a CPU. Above this norm squares may overflow float32.
             if step.norms.total * step.grad_scale > 1e18:
                 accumulate_dtype = torch.float64
         excluded = self._excluded(step)
@@ -267,7 +270,7 @@ class UnitWise(ClippingRule):
         over = norm > limit
         if isinstance(finite, Tensor):
             over &= finite
-        elif not over.any():  # on a CPU
+        elif not over.any():  # `any` is read only on a CPU
             return Clip(0.0, coefficient=1.0)
         coefficient = (limit / norm).masked_fill_(over.logical_not(), 1.0)
         parts = coefficient.split([part.numel() for part in gradient_norms])
@@ -292,7 +295,7 @@ class UnitWise(ClippingRule):
         return next((layer for layer in layers if trained & layer), set())
 
     def _unit(self, parameter: Tensor) -> tuple[tuple[int, ...], Groups]:
-        """Return a unit's dimensions, and the process groups over which a unit is sharded."""
+        """Return the dimensions that a unit spans, and the process groups that shard a unit."""
         dims = tuple(range(parameter.ndim))
         if sum(size > 1 for size in parameter.shape) > 1:
             axis = 1 if parameter in self._transposed else 0
@@ -307,7 +310,7 @@ class UnitWise(ClippingRule):
 
 
 def _real(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, complex numbers as pairs of real ones."""
+    """Return this rank's part of a parameter. Complex numbers become pairs of real ones."""
     return as_real(local_part(parameter.detach()))
 
 
@@ -316,7 +319,7 @@ def _unit_norms(
     dims: Sequence[tuple[int, ...]],
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Return the L2 norms of each tensor's units, with the units' dimensions kept at size 1."""
+    """Return the L2 norms of each tensor's units. The reduced dimensions keep size 1."""
     alike: dict[object, list[int]] = {}
     for index, (tensor, unit_dims) in enumerate(zip(tensors, dims, strict=True)):
         key: object = (tensor.device, tensor.dtype, tensor.shape, unit_dims)
@@ -339,7 +342,7 @@ def _unit_norms(
 
 
 def _whole_norms(norms: list[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
-    """Combine the norms of sharded units over ranks."""
+    """Combine the ranks' norms of sharded units. A collective if any unit is sharded."""
     if not any(groups):
         return norms
     squares = reduce_each(list(torch._foreach_mul(norms, norms)), groups)

@@ -1,1 +1,1 @@
-"""The Hessian by products: trace, diagonal, sharpness, and a preconditioner."""
+"""The Hessian's trace, diagonal and sharpness by vector products, and a preconditioner."""

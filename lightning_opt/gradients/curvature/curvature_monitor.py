@@ -36,13 +36,14 @@ class CurvatureMonitor(RunCallback):
     r"""Measures trace and largest eigenvalue of the training loss's Hessian.
 
     The largest eigenvalue is the sharpness. Gradient descent with learning rate :math:`\eta` and
-    momentum :math:`\mu` is stable along a direction while its curvature stays below
-    :math:`2 (1 + \mu) / \eta`; many networks sharpen until they reach that edge and hover there
-    (Cohen et al. 2021). ``curvature/edge`` is the sharpness as a share of it. It is logged for SGD
-    only: an adaptive optimizer's edge is that of its preconditioned Hessian.
+    momentum :math:`\mu` is stable along a direction while its curvature stays below the edge of
+    stability, :math:`2 (1 + \mu) / \eta`. The sharpness of many networks rises to this edge and
+    stays near it (Cohen et al. 2021). ``curvature/edge`` is the sharpness as a share of the edge.
+    It is logged for SGD only: the edge of an adaptive optimizer depends on its preconditioner.
 
-    It uses a part of one training batch, before its step, in float32; under DDP the parts of all
-    ranks together. Random state, BatchNorm statistics, metrics and logs are restored afterwards.
+    A measurement uses a part of one training batch before its step, in float32. Under DDP the parts
+    of all ranks are combined. Random state, BatchNorm statistics, metrics and logs are restored
+    afterwards.
 
     Logged every ``every_n_steps`` steps:
 
@@ -63,7 +64,7 @@ class CurvatureMonitor(RunCallback):
         seed: Seed of the random vectors.
 
     Raises:
-        ValueError: In ``__init__`` for settings out of range; in ``setup`` as
+        ValueError: In ``__init__`` for settings out of range; in ``setup`` in the same cases as
             :class:`CurvaturePreconditioner`; in ``on_fit_start`` for complex weights and embeddings
             with sparse gradients.
         RuntimeError: At the first measurement, if an operator has no second derivative.
@@ -117,7 +118,7 @@ class CurvatureMonitor(RunCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Measure, if it is due."""
+        """Measure the curvature if a measurement is due."""
         step = trainer.global_step
         # With accumulation several batches belong to one step.
         if step == self._measured_step or not self._schedule.is_due(step):
@@ -133,7 +134,7 @@ class CurvatureMonitor(RunCallback):
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> dict[str, float]:
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # The same seed on all ranks, which share one Hessian.
+        # All ranks use the same seed, because they multiply the same Hessian.
         generator = torch.Generator(module.device)
         generator.manual_seed(self.seed * 1_000_003 + trainer.global_step)
         with twice_differentiable_loss(
@@ -172,7 +173,10 @@ def _over_ranks(product: Product, groups: Groups) -> Product:
 
 
 def edge_of(sharpness: float, optimizer: Optimizer) -> dict[str, float]:
-    """Return the sharpness relative to the edge of stability; empty for other optimizers."""
+    """Return the sharpness as a share of the edge of stability; empty if the edge is unknown.
+
+    It is known for SGD with one parameter group, without Nesterov momentum.
+    """
     group = optimizer.param_groups[0]
     if not isinstance(optimizer, SGD) or len(optimizer.param_groups) > 1 or group["nesterov"]:
         return {}

@@ -40,8 +40,8 @@ MIN_MASS, MAX_FACTOR = 1e-30, 1e30
 class DiagonalPreconditioner:
     """Divides gradients by the averaged diagonal, and bounds the result.
 
-    The arguments are those of :class:`CurvaturePreconditioner`. A gradient that is not finite stays
-    so, for a guard or a loss scaler to detect.
+    The arguments are those of :class:`CurvaturePreconditioner`. A non-finite gradient stays
+    non-finite, so that a guard or a loss scaler detects it.
     """
 
     def __init__(self, beta: float, power: float, damping: float, clip: float | None) -> None:
@@ -57,12 +57,12 @@ class DiagonalPreconditioner:
 
     @torch.no_grad()
     def update(self, diagonal: Mapping[str, Tensor]) -> None:
-        """Add an estimate, by parameter name. Non-finite estimates are dropped, without a sync."""
+        """Add an estimate by parameter name; drop it if not finite. Never waits for the device."""
         estimates = [part.float() for part in diagonal.values()]
         finite = torch.stack([torch.isfinite(part).all() for part in estimates]).all()
         for name, new in zip(diagonal, estimates, strict=True):
             old, mass = self._average_and_mass(name, new)
-            # Select, since a weight of zero would still add NaN.
+            # `where` is needed because NaN times a weight of zero is NaN.
             self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
             self._weight_sum[name] = mass.lerp(torch.where(finite, torch.ones_like(mass), mass),
                                          1.0 - self.beta)  # fmt: skip
@@ -70,7 +70,7 @@ class DiagonalPreconditioner:
 
     @torch.no_grad()
     def apply(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Scalar = 1.0) -> None:
-        """Precondition ``gradients``, multiplied by ``scale``, in place by parameter name.
+        """Precondition ``gradients`` in place. They contain the loss scale ``scale``.
 
         A gradient without an estimate is only bounded.
         """
@@ -80,7 +80,7 @@ class DiagonalPreconditioner:
                 self._factors[name] = self._factor(name, gradient)
             gradient.mul_(self._factors[name])
             if self.clip is not None:
-                # Clamping would make infinity finite; 0 * infinity makes the bound NaN.
+                # 0 times infinity makes the bound NaN. A finite bound would hide the infinity.
                 bound = self.clip * scale + 0.0 * largest
                 gradient.clamp_(-bound, bound)
 
@@ -115,19 +115,19 @@ class CurvaturePreconditioner(GradientCallback):
     r"""Divides gradients by an average of the Hessian's diagonal before each optimizer step.
 
     Every ``every_n_steps`` steps the loss of a part of the training batch is differentiated twice,
-    which gives one unbiased estimate of the diagonal (Hutchinson's). The exponential average
-    :math:`h` of the estimates preconditions every step:
+    for one unbiased estimate of the diagonal (Hutchinson's). Every step uses the exponential
+    average :math:`h` of the estimates:
 
     .. math:: g \leftarrow \mathrm{clip}\left(g / (|h|^p + d), \pm c\right).
 
-    With SGD this is a diagonal Newton step. Steep and flat directions move alike: a learning rate
-    of 1 jumps to the minimum along each axis; retune it. Optimizers that divide by the size of the
-    gradient (Adam, AdamW) undo most of the effect.
+    With SGD this is a diagonal Newton step. Steep and flat directions move at the same rate, so
+    retune the learning rate: 1 jumps to the minimum along each axis. Optimizers that divide by the
+    size of the gradient (Adam, AdamW) undo most of the effect.
 
     The extra pass restores random state, BatchNorm statistics, metrics and logs. It runs in float32
-    without autocast or loss scale. Under DDP each rank uses its own batch and signs, and the mean
-    of the estimates is shared once. It needs two tensors of the size of the parameters, and during
-    the pass the graph of a double backward pass.
+    without autocast or loss scale. Under DDP each rank uses its own batch and signs, and one
+    all-reduce averages the estimates. The callback stores two tensors of the size of the
+    parameters. During the extra pass it also holds the graph of a double backward pass.
 
     Logged every ``log_every_n_steps`` steps:
 
@@ -144,11 +144,11 @@ class CurvaturePreconditioner(GradientCallback):
         power: :math:`p`, in [0, 1]: 1 is a Newton step along each axis, 0.5 divides by the
             square root.
         damping: :math:`d`, above 0.
-        clip: :math:`c`, above 0, in units of the parameter for a learning rate of 1; None for no
-            bound. Flat and noisy directions reach it, and so move as in sign descent.
+        clip: :math:`c`, above 0: the largest change of an element per step at a learning rate of 1;
+            None for no bound. Flat and noisy directions reach it, and then move as in sign descent.
         fraction: Share of the batch's samples used for the estimate, above 0 and at most 1.
         seed: Seed of the random signs.
-        log_every_n_steps: Steps from one report to the next, at least 1.
+        log_every_n_steps: Steps between logged values, at least 1.
 
     Raises:
         ValueError: In ``__init__`` for settings out of range; in ``setup`` under FSDP, DeepSpeed
@@ -221,7 +221,7 @@ class CurvaturePreconditioner(GradientCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Precondition the gradients, after an estimate if one is due."""
+        """Estimate the diagonal if it is due, then precondition the gradients."""
         _, gradients, scale = self.collect(trainer, optimizer)
         if not gradients.tensors:
             return  # no loss, or a step that a guard skips

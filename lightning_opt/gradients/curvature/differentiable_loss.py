@@ -1,4 +1,4 @@
-"""Compute the training loss again, twice differentiable and without side effects."""
+"""Recompute the training loss so that it is twice differentiable, without side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise for runs without second derivatives of the loss. Call it in ``setup``."""
+    """Raise if second derivatives of the loss cannot be computed. Call it in ``setup``."""
     if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
         raise ValueError(
             f"{owner} does not work with {type(trainer.strategy).__name__}: sharded parameters are "
@@ -43,7 +43,7 @@ def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> No
 
 
 def check_parameters(owner: str, module: nn.Module) -> None:
-    """Raise for models whose gradients are not dense and real. Call it in ``on_fit_start``."""
+    """Raise if a gradient is sparse or complex. Call it in ``on_fit_start``."""
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise ValueError(
@@ -69,11 +69,11 @@ def twice_differentiable_loss(
 ) -> Iterator[Tensor | None]:
     """Yield the loss of a part of the batch with its graph, and restore all state afterwards.
 
-    It is computed without autocast, DDP and compilation, and with an attention kernel that has a
-    second derivative. It is None if ``training_step`` returns None.
+    The loss is computed without autocast, DDP and compilation, and with an attention kernel that
+    has a second derivative. It is None if ``training_step`` returns None.
 
-    The first samples are used, at least one. A batch that cannot be split, such as a graph, is used
-    whole, with a warning. ``owner`` is the callback's name, for messages.
+    The part holds the first samples of the batch, at least one. If the batch cannot be split
+    (a graph, for example), all of it is used, with a warning. ``owner`` is the callback's name.
 
     Raises:
         RuntimeError: If the loss cannot be differentiated twice inside the context.

@@ -1,6 +1,6 @@
 """Second derivatives of a loss: products with the Hessian, its diagonal, trace and top eigenvalue.
 
-The Hessian is never formed. Everything uses its product with vectors, which costs about two
+The Hessian is never formed. All functions use its product with a vector, which costs about two
 backward passes (Pearlmutter 1994).
 
 References:
@@ -68,8 +68,8 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
     """Return the product of the loss's Hessian with ``vectors``.
 
     Args:
-        loss: A scalar with its graph, computed from ``params``; the graph is kept.
-        params: Tensors; the product is zero for one that the loss does not depend on.
+        loss: A scalar with its graph, computed from ``params``. The graph is kept.
+        params: Tensors. If the loss does not depend on one, its part of the product is zero.
         vectors: One for each of ``params``, in its shape.
 
     Returns:
@@ -99,8 +99,8 @@ def hessian_diagonal(
 ) -> Estimate[tuple[Tensor, ...]]:
     r"""Return the diagonal of the loss's Hessian, by Hutchinson's estimator.
 
-    The mean of :math:`z \odot H z` over random signs :math:`z`: unbiased, with the sum of squared
-    off-diagonal entries as variance (Bekas et al. 2007).
+    The estimate is the mean of :math:`z \odot H z` over random signs :math:`z`. It is unbiased. A
+    sample's variance is the sum of squared off-diagonal entries in the row (Bekas et al. 2007).
 
     Args:
         loss: A scalar with its graph, computed from ``params``.
@@ -158,9 +158,9 @@ def top_eigenvalue(
 ) -> Eigenvalue:
     """Return the largest eigenvalue of the loss's Hessian, its sharpness, by Lanczos's iteration.
 
-    It needs three vectors of the size of the parameters. Without orthogonalisation against earlier
-    vectors eigenvalues repeat, but the largest is correct (Paige 1980). Each iteration waits for
-    the device once.
+    It needs three vectors of the size of the parameters. New vectors are not orthogonalised against
+    all earlier ones. Eigenvalues may therefore repeat, but the largest is correct (Paige 1980).
+    Each iteration waits for the device once.
 
     Args:
         loss: A scalar with its graph, computed from ``params``.
@@ -185,7 +185,7 @@ def top_eigenvalue(
 
 
 def hessian_product(loss: Tensor, params: Tensors) -> Product:
-    """Return a function that multiplies the Hessian with vectors, reusing one graph.
+    """Return a function that multiplies the Hessian with vectors. All calls share one graph.
 
     Raises:
         ValueError: If the loss is not a real scalar.
@@ -291,7 +291,7 @@ def largest_eigenvalue(
         value, last = _top_of_tridiagonal(diagonal, off_diagonal[1:])
         best = Eigenvalue(value, abs(beta * last), iteration)
         scale = max(map(abs, (*diagonal, *off_diagonal)))
-        # The start may lie in an invariant subspace, where values are exact.
+        # In an invariant subspace the next direction is zero, and the eigenvalue is exact.
         exact = beta <= TINY * scale or iteration == len(current)
         if exact or best.residual <= tolerance * abs(value):
             return best
@@ -310,7 +310,7 @@ def _top_of_tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> tup
 
 def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw -1 or 1 with equal probability, in the shape of ``like``."""
-    # One bit per element: one number per element takes as long as a backward pass.
+    # Draw one bit per element. One number per element would take as long as a backward pass.
     drawn = torch.randint(
         0, 256, (like.numel() // 8 + 1, 1), generator=generator, device=like.device,
         dtype=torch.uint8,
@@ -323,7 +323,7 @@ def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
 def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
     """Raise if a function in the graph is marked ``once_differentiable``.
 
-    Its node has no successors, so ``torch.autograd.grad`` would silently omit its part.
+    The node of its gradient has no successors: ``torch.autograd.grad`` would silently omit it.
     """
     waiting = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
     seen = set(waiting)

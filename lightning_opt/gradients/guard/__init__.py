@@ -1,1 +1,1 @@
-"""Steps with a NaN, an infinity or a spike are skipped, backed off from or rolled back."""
+"""A guard that skips steps with a NaN, an infinity or a spike, backs off, or rolls back."""

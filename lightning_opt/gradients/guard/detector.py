@@ -1,4 +1,4 @@
-"""Detects faults of a step from its loss and the norm of its gradient."""
+"""Detect a faulty step by its loss and its gradient norm."""
 
 from __future__ import annotations
 
@@ -34,20 +34,25 @@ Kind: TypeAlias = Literal[
 KINDS_BY_CODE: tuple[Kind | None, ...] = (
     None, None, "gradient_spike", "loss_spike", "nonfinite_gradient", "nonfinite_loss",
 )  # fmt: skip
-"""The fault of each code, in order of severity. Code 1 is an overflow caused by the loss scale."""
+"""The fault of each code, from mild to severe.
+
+Code 0 is a good step. Code 1 is an overflow caused by the loss scale.
+"""
 
 OVERFLOW = 1
 
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-"""About 1.8e19. The square of a larger gradient overflows float32, and an optimizer with second
-moments (such as Adam) would never move that parameter again."""
+"""About 1.8e19. The square of a larger gradient overflows float32.
+
+A second moment (such as Adam's) would become infinite, and the parameter would never move again.
+"""
 
 
 class LossRecorder:
     """The losses since the last step of each optimizer, still on their device.
 
-    With several optimizers a loss belongs to the optimizers whose parameters got gradients from it,
-    because both backward passes of a GAN may come before both steps.
+    With several optimizers, a loss belongs to each optimizer whose gradients it changed. The order
+    of calls would not tell: a GAN may run both backward passes before both steps.
 
     Args:
         optimizers: The Trainer's optimizers.
@@ -69,7 +74,7 @@ class LossRecorder:
             self._versions = [_gradient_versions(optimizer) for optimizer in self._optimizers]
             for losses, versions in zip(self._losses, self._versions, strict=True):
                 if not any(versions):
-                    losses.clear()  # their gradients have been set to zero
+                    losses.clear()  # the gradients of these losses have been removed
 
     def after_backward(self) -> None:
         """Add the loss to each optimizer whose gradients changed."""
@@ -80,13 +85,13 @@ class LossRecorder:
         self._current = []
 
     def take(self, index: int) -> list[Tensor]:
-        """Return and remove the losses of an optimizer that steps now."""
+        """Remove and return the losses of one optimizer."""
         losses, self._losses[index] = self._losses[index], []
         return losses
 
 
 def _gradient_versions(optimizer: Optimizer) -> list[Any]:
-    """Return a list that changes with any gradient; None for each missing gradient."""
+    """Return the identity and version of each gradient; None for a missing one."""
     gradients = [parameter.grad for parameter in parameters_of(optimizer)]
     return [None if grad is None else (id(grad), grad._version) for grad in gradients]
 
@@ -94,14 +99,14 @@ def _gradient_versions(optimizer: Optimizer) -> list[Any]:
 def mean_loss(
     trainer: pl.Trainer, losses: Sequence[Tensor], loss_scale: Scalar | None, *, read: bool
 ) -> Scalar:
-    """Return the mean loss of an accumulation window, without the loss scale; 0 without losses.
+    """Return the unscaled mean loss of an accumulation window; 0 if ``losses`` is empty.
 
     Args:
         trainer: The Trainer.
-        losses: From :class:`LossRecorder`: with the loss scale, and divided by
-            ``accumulate_grad_batches``.
+        losses: From :class:`LossRecorder`. Lightning has multiplied them by the loss scale and
+            divided them by ``accumulate_grad_batches``.
         loss_scale: The loss scale in ``losses``; None without one.
-        read: Return a float, which waits for the device.
+        read: Whether to return a float, which waits for the device.
     """
     if not losses:
         return 0.0
@@ -112,7 +117,7 @@ def mean_loss(
     total: Scalar = summed.item() if read else summed
     if loss_scale is not None:
         total = total / loss_scale
-    # Lightning divides by the length of a full window, also in a short last one.
+    # Lightning divides by the length of a full window, even if the last window is shorter.
     part = trainer.accumulate_grad_batches / len(losses)
     return total if part == 1.0 else total * part
 
@@ -125,10 +130,10 @@ class Detection(NamedTuple):
         norm: Total norm of the gradient, the largest over ranks.
         code: Index into :data:`KINDS_BY_CODE`.
         skip: Whether to skip the update, for a fault or an overflow; 0 or 1 on a device.
-        fault: Whether it is a fault. Buffers are restored then, but not after an overflow, whose
-            data is sound.
-        barrier: On a device infinity for a skipped step, else 0: added to the norm, it keeps the
-            step out of the statistics of later callbacks.
+        fault: Whether the step has a fault. Buffers are restored after a fault. After an overflow
+            they are kept, because the forward pass was finite.
+        barrier: On a device: infinity for a skipped step, else 0. Later callbacks add it to the
+            norm, so that a skipped step does not enter their statistics.
     """
 
     loss: Scalar
@@ -140,7 +145,7 @@ class Detection(NamedTuple):
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of fault; None for a good step. Only for a code on the host."""
+        """The kind of fault; None for a good step or an overflow. The code must be on the host."""
         return KINDS_BY_CODE[int(self.code)]
 
     def on_host(self, code: float) -> Detection:
@@ -158,17 +163,23 @@ def fault_code(
         bad_norm: Whether the norm is NaN, infinite or above :data:`LARGEST_NORM`.
         high_loss: Whether the loss is a spike.
         high_norm: Whether the norm is a spike.
-        scaled: Whether there is a loss scale of 1 or more. A bad norm is then an overflow.
+        scaled: Whether there is a loss scale of at least 1. A bad norm is then an overflow.
     """
     found = (bad_loss, 5), (bad_norm, OVERFLOW if scaled else 4), (high_loss, 3), (high_norm, 2)
     return next((code for condition, code in found if condition), 0)
 
 
 def _device_table() -> Tensor:
-    """Return :func:`fault_code` and the fields of :class:`Detection` for all findings.
+    """Return a table of ``code``, ``skip``, ``fault`` and ``barrier`` for all findings.
 
-    Dimensions: bounds of the loss, bounds of the norm (1 is inside), case of the loss, case of the
-    norm (see :class:`LogBand`), loss scale of 1 or more.
+    Its dimensions are:
+
+    1. loss: below its bounds (0), inside (1) or above (2, or NaN)
+    2. norm: the same
+    3. loss: ``MISSING``, ``WITHIN`` or ``BEYOND`` the :class:`LogBand`
+    4. norm: the same
+    5. whether the loss scale is at least 1
+    6. the four fields
     """
     cases = product(*map(range, (3, 3, 3, 3, 2)))
     codes = [
@@ -180,14 +191,14 @@ def _device_table() -> Tensor:
 
 
 class Detector:
-    """Detects faults. The history that spikes are compared with is a plain ``dict``.
+    """Detects faults, and spikes relative to the optimizer's history.
 
-    On a CPU it computes with floats. On a device it looks up :func:`fault_code` in a table, which
-    costs few launches.
+    The history is a plain ``dict``. On a CPU the detector computes with floats. On a device it
+    looks up :func:`fault_code` in a table, which needs few kernel launches.
 
     Args:
-        spike: Deviations above the usual level, in the logarithm, at which a loss or a norm is a
-            spike (see :class:`~lightning_opt.Robust`); None detects no spikes.
+        spike: A loss or a norm is a spike if its logarithm lies this many deviations above the mean
+            (see :class:`~lightning_opt.Robust`). None detects no spikes.
         patience: Spikes in a row after which their level counts as the usual one.
     """
 
@@ -212,8 +223,8 @@ class Detector:
             history: The optimizer's history, empty at first; updated in place.
             loss_scale: The scale of an fp16 loss scaler; None without one.
             reduce_on: The device for collectives.
-            groups: The ranks that decide together; empty for a single process. All of them get the
-                same result, from one all-gather of two numbers.
+            groups: The ranks that decide together; empty for a single process. One all-gather of
+                two numbers gives all of them the same result.
         """
         if groups:
             loss, norm = _over_ranks(loss, norm, reduce_on, groups[0])
@@ -242,7 +253,7 @@ class Detector:
             if self._band is not None:
                 states = [history["loss"], history["norm"]]
                 history["bands"] = DeviceBands(self._band, states, both.device)
-        inside = torch.searchsorted(cache.tensors["bounds"], both[:, None])[:, 0]  # NaN is last
+        inside = torch.searchsorted(cache.tensors["bounds"], both[:, None])[:, 0]  # NaN is above
         cases: list[Any] = [WITHIN, WITHIN]
         if self._band is not None:
             x = both.log().nan_to_num(-math.inf, -math.inf, -math.inf)
@@ -250,18 +261,18 @@ class Detector:
         scaled: Any = 0
         if loss_scale is not None:
             scaled = move(torch.as_tensor(loss_scale), both.device).ge(1.0).long().view(1)
-        # Indices of one dimension: the host would read a 0-dimensional index.
+        # The indices are 1-dimensional, because PyTorch reads a 0-dimensional index on the host.
         found = cache.tensors["table"][(*inside.split(1), *cases, scaled)][0]
         return Detection(*both.unbind(), *found.unbind())
 
 
 def _over_ranks(loss: Scalar, norm: Scalar, device: Any, group: Any) -> tuple[Scalar, Scalar]:
-    """Return the mean loss and the largest norm over ranks: floats for floats, else tensors."""
+    """Return the mean loss and the largest norm over ranks; floats if both inputs are floats."""
     read = not (isinstance(loss, Tensor) or isinstance(norm, Tensor))
     own = stack_scalars([loss, norm]).to(device)
     ranks = own.new_empty(dist.get_world_size(group), 2)
     dist.all_gather(list(ranks.unbind()), own, group=group)
-    # Both propagate a NaN or an infinity of one rank.
+    # `mean` and `amax` propagate a NaN or an infinity of a single rank.
     both = torch.stack([ranks[:, 0].mean(), ranks[:, 1].amax()])
     mean, largest = both.tolist() if read else both.unbind()
     return mean, largest

@@ -12,7 +12,7 @@ Policy: TypeAlias = Literal["skip", "rollback", "raise"]
 Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
 
 MAX_BACKOFFS = 4
-"""The learning rate scale never falls below ``lr_backoff ** 4``, so that training never stalls."""
+"""The learning rate scale is at least ``lr_backoff`` to this power, so that no run stalls."""
 
 
 class Escalation:
@@ -25,8 +25,8 @@ class Escalation:
         rollback_after: Faults in a row at which the snapshot is restored.
         max_consecutive: Faults in a row at which the run stops. A spike stops a run only under
             ``policy="raise"``.
-        lr_backoff: In (0, 1]; 1 keeps the learning rate.
-        lr_recovery_steps: Good steps that undo one reduction, geometrically.
+        lr_backoff: Factor of a reduction, in (0, 1]; 1 keeps the learning rate.
+        lr_recovery_steps: Good steps that undo one reduction, by a constant factor per step.
 
     Attributes:
         rollbacks: Snapshots restored so far.
@@ -64,17 +64,17 @@ class Escalation:
         self.rollbacks = 0
 
     def state(self, index: int) -> dict[str, Any]:
-        """Return the state of one optimizer; ``history`` belongs to the detector."""
+        """Return the state of one optimizer. Only the detector uses its ``history``."""
         initial = {"consecutive": 0, "skipped": 0, "overflows": 0, "lr_scale": 1.0, "history": {}}
         return self._states.setdefault(index, initial)
 
     def record(self, index: int, detection: Detection) -> tuple[Kind, Action] | None:
-        """Count a step; return its fault and the response, or None for a step without a fault."""
+        """Count a step. Return its fault and the response; None for a step without a fault."""
         kind = detection.kind
         if kind is not None:
             spike = kind in ("loss_spike", "gradient_spike")
             return kind, self.record_fault(index, spike=spike)
-        # A skip without a fault is an overflow: the loss scaler lowers its scale and goes on.
+        # A skip without a fault is an overflow, which the loss scaler handles.
         if detection.skip:
             self.state(index)["overflows"] += 1
         else:
@@ -117,7 +117,7 @@ class Escalation:
         state["lr_scale"] = max(lowest, state["lr_scale"] * self.lr_backoff)
 
     def scalars(self) -> dict[str, float]:
-        """Return the logged values, which are all on the host."""
+        """Return the values to log. Does not read a device."""
         states = list(self._states.values())
         return {
             "guard/skipped": float(sum(state["skipped"] for state in states)),

@@ -28,13 +28,13 @@ _logger = logging.getLogger(__name__)
 Event: TypeAlias = dict[str, Any]
 
 MAX_EVENTS = 1000
-"""Events kept in memory and in checkpoints."""
+"""Number of events to keep in memory and in checkpoints."""
 
 MAX_SAVED_BATCHES = 5
-"""Batches that each rank writes to disk."""
+"""Most batches that a rank writes to disk."""
 
 MAX_NAMES = 10
-"""Parameters that an event names; it counts the rest."""
+"""Most parameter names in an event."""
 
 RESPONSES: dict[Action, str] = {
     "skip": "the step is skipped (further skips are not reported)",
@@ -42,7 +42,7 @@ RESPONSES: dict[Action, str] = {
     "rollback": "the snapshot is restored",
     "raise": "the run is stopped",
 }
-"""The response to a fault, in the log; from mild to severe."""
+"""The log message of each response, from mild to severe."""
 
 KINDS: dict[Kind, tuple[str, str]] = {
     "nonfinite_loss": (
@@ -72,7 +72,7 @@ KINDS: dict[Kind, tuple[str, str]] = {
         "snapshot, at most three times in a row.",
     ),
 }
-"""The description of each fault, to be formatted with its event, and advice."""
+"""Description and advice for each fault. The description is a template for the event's values."""
 
 
 class DamageDetector:
@@ -86,7 +86,9 @@ class DamageDetector:
         self._intended: set[str] = set()
 
     def find(self, tensors: Mapping[str, Tensor], buffers: list[str], groups: Groups) -> list[str]:
-        """Return the names of damaged tensors on any rank. A collective; waits for the device.
+        """Return the names of tensors that are damaged on at least one rank.
+
+        All ranks must call this. It waits for the device.
 
         The first call must come before the first step.
 
@@ -103,12 +105,12 @@ class DamageDetector:
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the floating tensors with a NaN or an infinity on this rank. Waits for the device."""
+    """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device."""
     parts = {name: as_real(local_part(tensor.detach())) for name, tensor in tensors.items()}
     floating = {n: t for n, t in parts.items() if t.is_floating_point() and t.numel()}
     if not floating:
         return []
-    # The largest magnitude propagates NaN, and unlike a sum of squares it cannot overflow.
+    # A maximum propagates NaN. Unlike a sum of squares it cannot overflow.
     largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in floating.values()]
     flags = torch.stack([torch.isfinite(value).to(largest[0].device) for value in largest])
     return [name for name, finite in zip(floating, flags.tolist(), strict=True) if not finite]
@@ -127,20 +129,21 @@ def _gather(value: Any, groups: Groups) -> list[Any]:
 class StepRecord:
     """One step of one optimizer, kept until its fault code is on the host.
 
-    It holds no gradients, so that their memory is freed as without the guard.
+    It holds no references to gradients, so they can be freed.
 
     Attributes:
         step: ``trainer.global_step`` before the update.
         epoch: ``trainer.current_epoch``.
-        optimizer: Its index; None for bad weights that were found outside of a step.
+        optimizer: The optimizer's index; None for bad weights that were found between steps.
         losses: One per backward pass, on their device.
-        batches: Index and, if they are to be saved, contents of the batches since the last step.
+        batches: Index and contents of each batch since the last step. The contents are None unless
+            batches are saved.
         parameters: The parameters with a gradient.
         norms: The norms of their gradients.
         kind: The fault, if there is one.
         action: The response.
         loss: Mean loss of the step over ranks.
-        norm: Total norm of its gradient.
+        norm: Total gradient norm of the step.
     """
 
     step: int
@@ -156,19 +159,19 @@ class StepRecord:
     norm: float | None = None
 
     def bad_loss_index(self) -> int | None:
-        """Return the index of this rank's first loss that is not finite. Reads the losses."""
+        """Return the index of this rank's first non-finite loss, or None. Waits for the device."""
         bad = (index for index, loss in enumerate(self.losses) if not math.isfinite(loss.item()))
         return next(bad, None)
 
     def batch(self) -> tuple[int | None, Any]:
-        """Return index and contents of the batch with the bad loss, else of the last batch."""
+        """Return index and contents of the batch with the first bad loss, else of the last one."""
         if not self.batches:
             return None, None
         bad = self.bad_loss_index() if len(self.losses) == len(self.batches) else None
         return self.batches[-1 if bad is None else bad]
 
     def bad_parameters(self, names: Mapping[Tensor, str]) -> list[str]:
-        """Return the parameters with bad gradients; for a spike the three largest gradients."""
+        """Return the names of parameters with bad gradients; for a spike the three largest."""
         norms = [] if self.norms is None else self.norms.per_tensor
         values = norms.tolist() if isinstance(norms, Tensor) else norms
         named = [names.get(parameter, "?") for parameter in self.parameters]
@@ -229,13 +232,13 @@ class EventLog:
         names: Mapping[Tensor, str],
         damaged: list[str],
     ) -> list[Event]:
-        """Add faults as events: the same on every rank except for the file of a saved batch.
+        """Add faults as events, and return them. All ranks must call this.
 
-        A collective if there are several ranks.
+        All ranks get the same events, except for the file name of a saved batch.
 
         Args:
             trainer: The Trainer.
-            faults: As many on each rank.
+            faults: The faults of this rank. Each rank must pass the same number.
             names: Names of the parameters.
             damaged: Weights and buffers that are not finite.
         """
@@ -280,7 +283,7 @@ class EventLog:
 
 
 def _merge(of_ranks: Sequence[Event]) -> Event:
-    """Merge the events of all ranks; the batch is that of the first rank with a bad loss."""
+    """Merge one event of all ranks. The batch comes from the first rank with a bad loss."""
     merged = dict(next((event for event in of_ranks if event["ranks"]), of_ranks[0]))
     merged["ranks"] = [rank for event in of_ranks for rank in event["ranks"]]
     return merged

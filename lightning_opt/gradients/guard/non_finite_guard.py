@@ -35,41 +35,40 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MAX_RESTORES = 3
-"""Restores of the same snapshot. A run that fails more often makes no progress."""
+"""Most restores of the same snapshot. A run that needs more makes no progress."""
 
 
 class NonFiniteGuard(GradientCallback):
     """Skips steps that would ruin the run; backs off, rolls back or stops if they persist.
 
-    It skips a step if the loss of one of its batches, on any rank, or the gradient is NaN or
-    infinite or, with ``spike``, far above the usual level. Weights, optimizer state (momentum, step
-    counts) and small buffers (BatchNorm) stay exactly as before the step. ``global_step`` and
-    learning-rate schedulers advance, as they do when Lightning skips a step in fp16.
+    A step has a fault if a loss (of any batch, on any rank) or the gradient is NaN or infinite.
+    With ``spike``, a value far above the usual level is a fault too. Weights, optimizer state and
+    small buffers (BatchNorm) stay exactly as before the step. ``global_step`` and learning-rate
+    schedulers advance, as they do when Lightning skips a step in fp16.
 
-    What happens at consecutive faults, counted for each optimizer:
+    The response depends on the number of consecutive faults of the optimizer:
 
-    1. The step is skipped.
-    2. At ``backoff_after``, ``lr_backoff`` scales the learning rate, only during each update, so
-       that schedulers and loggers do not see it. It recovers over ``lr_recovery_steps``.
-    3. At ``rollback_after``, with ``policy="rollback"``, model, optimizers, schedulers and loss
-       scaler return to the snapshot in host memory, and the learning rate is reduced again. The
-       data continues, so the batches that led here are not repeated.
-    4. At ``max_consecutive`` the run stops with an error that explains what happened.
+    1. Every fault: the step is skipped.
+    2. ``backoff_after`` faults: the learning rate is multiplied by ``lr_backoff`` during updates
+       only, so schedulers and loggers see the old one. It recovers over ``lr_recovery_steps``.
+    3. ``rollback_after`` faults, with ``policy="rollback"``: model, optimizers, schedulers and loss
+       scaler are restored from a snapshot in host memory. The learning rate is reduced again. The
+       data loader is not reset, so the batches before the rollback are not repeated.
+    4. ``max_consecutive`` faults: the run stops with an error that explains the reason.
 
-    A NaN in a weight cannot be skipped: it leads to 3 at once, or to 4 without a snapshot. Spikes
-    alone never stop a run: if they persist after 3, their level becomes the usual one.
+    A NaN weight triggers response 3 at once, or 4 without a snapshot, because skipping cannot
+    repair it. Spikes alone never stop a run. If they go on after 3, their level counts as usual.
 
-    All ranks decide together, with one all-gather of two numbers per step; each replica of
-    ``DiLoCoStrategy`` by itself, and it takes the shared weights after a rollback. With fused
+    All ranks decide together, with one all-gather of two numbers per step. Each replica of
+    ``DiLoCoStrategy`` decides alone, and takes the shared weights after a rollback. With fused
     Adam, AdamW, SGD or Adagrad on an accelerator the host never waits: the device skips the step,
-    and the result for 2 to 4 arrives two steps later. With other optimizers the host reads one
-    small tensor per step.
+    and responses 2 to 4 come two steps later. Other optimizers cost one small read per step.
 
-    Under the fp16 loss scaler, a non-finite gradient with a finite loss counts as an overflow,
-    which is the scaler's job, unless the loss scale is already below 1.
+    Under the fp16 loss scaler, a non-finite gradient with a finite loss is an overflow, which the
+    scaler handles. It is a fault only if the loss scale is already below 1.
 
-    Put it before :class:`AdaptiveClipping`, which then ignores skipped steps. The gradients of
-    such a step stay readable for hooks and other callbacks.
+    Put it before :class:`AdaptiveClipping`, which then ignores skipped steps. Hooks and other
+    callbacks can still read the gradients of a skipped step.
 
     Logged at faults and every ``every_n_steps`` optimizer steps:
 
@@ -82,14 +81,14 @@ class NonFiniteGuard(GradientCallback):
     ===================== ======================================================================
 
     Args:
-        policy: ``"skip"`` does 1, 2 and 4; ``"rollback"`` does all; ``"raise"`` skips the step and
-            stops at the first fault.
+        policy: ``"skip"`` uses responses 1, 2 and 4; ``"rollback"`` uses all; ``"raise"`` skips the
+            step and stops at the first fault.
         max_consecutive: Consecutive faults at which the run stops, at least 1.
-        spike: Deviations above the usual level, in the logarithm, at which a loss or a gradient
-            norm is a spike; None for no spikes. 6 is a conservative choice. See :class:`Robust`.
-            Losses of 0 and below have no logarithm and are never spikes.
+        spike: A loss or a gradient norm is a spike if its logarithm lies this many deviations above
+            the mean (see :class:`Robust`); 6 is conservative. None detects no spikes. Losses of 0
+            and below have no logarithm and are never spikes.
         lr_backoff: Factor in (0, 1]; 1 leaves the learning rate alone.
-        snapshot_every_n_steps: Good batches from one snapshot to the next, at least 1. Only for
+        snapshot_every_n_steps: Good batches between snapshots, at least 1. Only used with
             ``policy="rollback"``.
         backoff_after: Consecutive faults at which the learning rate is reduced.
         rollback_after: Consecutive faults at which the snapshot is restored, below
@@ -132,7 +131,7 @@ class NonFiniteGuard(GradientCallback):
         check_at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._schedule = Schedule(every_n_steps)
-        # The guard accepts a new level as usual only after a rollback did not end it.
+        # Spikes count as the usual level only if they go on after the rollback.
         self._detector = Detector(self.spike, patience=rollback_after + 3)
         self._log = EventLog(save_batch)
         self._steps = 0
@@ -140,7 +139,6 @@ class NonFiniteGuard(GradientCallback):
         self._reset_run(None, [])
 
     def _reset_run(self, buffers: BufferBackup | None, optimizers: list[Optimizer]) -> None:
-        """Reset the per-run state."""
         self._losses = LossRecorder(optimizers)
         self._batches: list[tuple[int, Any]] = []
         self._faults: list[StepRecord] = []
@@ -155,11 +153,11 @@ class NonFiniteGuard(GradientCallback):
     def events(self) -> list[Event]:
         """The newest 1000 faults, oldest first, each a plain ``dict``.
 
-        ``step`` is ``trainer.global_step`` before the skipped update. ``batch_idx`` is the index of
-        the batch with the bad loss, else of the step's last batch. ``ranks`` lists the ranks whose
-        own loss is not finite. ``parameters`` lists parameters with bad gradients (ten of
-        ``parameters_total``), for a spike those with the largest gradients, and for
-        ``nonfinite_weight`` the weights and buffers that are not finite.
+        ``step`` is ``trainer.global_step`` before the skipped update. ``batch_idx`` is the batch
+        with the non-finite loss; without one it is the step's last batch. ``ranks`` lists the ranks
+        whose own loss is not finite. ``parameters`` names at most ten of ``parameters_total``
+        tensors: those with bad gradients, for a spike those with the three largest gradients, for
+        ``nonfinite_weight`` the non-finite weights and buffers.
         """
         return self._log.events
 
@@ -190,9 +188,9 @@ class NonFiniteGuard(GradientCallback):
         self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Copy the buffers and take the first snapshot. A checkpoint has been loaded before."""
+        """Copy the buffers and take the first snapshot, after a checkpoint has been loaded."""
         self._reset_run(BufferBackup(pl_module), trainer.optimizers)
-        # `log_dir` is a collective, and later not all ranks may need it.
+        # `log_dir` is a collective, so all ranks must read it together, before any fault.
         self._log.folder = Path(trainer.log_dir or trainer.default_root_dir) / "guard"
         if self.escalation.policy == "rollback":
             self._respond(trainer, pl_module)
@@ -208,11 +206,11 @@ class NonFiniteGuard(GradientCallback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Record the loss of each micro-batch, without reading it."""
+        """Record the loss of each micro-batch. It stays on its device."""
         self._losses.before_backward(loss)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Assign the loss to the optimizers that got gradients from it."""
+        """Assign the loss to each optimizer whose gradients it changed."""
         self._losses.after_backward()
 
     def on_before_optimizer_step(
@@ -261,7 +259,7 @@ class NonFiniteGuard(GradientCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Respond to faults or take a snapshot, after optimizers and schedulers have stepped."""
+        """Respond to faults or take a snapshot. Optimizers and schedulers have stepped by now."""
         if not self._stepped:
             return
         self._stepped = False
@@ -290,7 +288,7 @@ class NonFiniteGuard(GradientCallback):
             self._respond(trainer, pl_module)
 
     def _count(self, detection: Detection, record: StepRecord) -> None:
-        """Count a step whose detection is on the host, and keep the record of a fault."""
+        """Count a step. Its detection must be on the host. The record of a fault is kept."""
         assert record.optimizer is not None
         response = self.escalation.record(record.optimizer, detection)
         if response is not None:
@@ -299,7 +297,7 @@ class NonFiniteGuard(GradientCallback):
             self._faults.append(record)
 
     def _receive(self, reads: Iterator[tuple[list[float], tuple[Detection, StepRecord]]]) -> None:
-        """Count earlier steps, whose code has now arrived from the device."""
+        """Count earlier steps, whose fault codes have been read from the device."""
         for (code,), (detection, record) in reads:
             self._count(detection.on_host(code), record)
 
@@ -326,7 +324,7 @@ class NonFiniteGuard(GradientCallback):
             self.escalation.record_rollback()
             self._restores += 1
             self._good_batches = 0
-            self._delayed.clear()  # those steps belong to the replaced weights
+            self._delayed.clear()  # pending codes belong to the replaced weights
             self._buffers = BufferBackup(pl_module)
         log_scalars(trainer, self.escalation.scalars())
         events = self._log.record(trainer, faults, self.names, damaged)
@@ -345,7 +343,7 @@ class NonFiniteGuard(GradientCallback):
         )
 
     def _tensors(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
-        """Return all parameters, as the optimizers hold them, and all buffers, by name."""
+        """Return all parameters of the optimizers and all buffers, by name."""
         weights = {name: parameter for parameter, name in self.names.items()}
         return weights | dict(pl_module.named_buffers())
 
@@ -370,7 +368,7 @@ class NonFiniteGuard(GradientCallback):
         return [Verdict("stability", "look", finding, advice, gain=share)]
 
     def report(self) -> Report:
-        """Return the newest events, one per row, with the counts of the run below."""
+        """Return a table of the newest events, one per row, and the run's counts as a note."""
         scalars = self.escalation.scalars()
         counts = ", ".join(f"{key[6:]} {value:g}" for key, value in scalars.items())
         title = f"NonFiniteGuard(policy={self.escalation.policy!r})"

@@ -1,4 +1,4 @@
-"""Copies of training state: small buffers after each good step, everything now and then."""
+"""Copies of training state: small buffers after each good step, and snapshots of everything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MAX_ELEMENTS = 2**16
-"""Largest buffer that is copied at every step: statistics of BatchNorm, but no tables."""
+"""Most elements of a buffer that is copied at every step. BatchNorm statistics have fewer."""
 
 _form = attrgetter("shape", "dtype", "device")
 
@@ -28,10 +28,10 @@ class BufferBackup:
 
     A forward pass updates running statistics (BatchNorm, spectral norm) before the fault is
     detected, and one NaN in them makes every later evaluation NaN. Buffers with more than
-    :data:`MAX_ELEMENTS` elements (attention masks, queues) and boolean ones are not copied.
+    :data:`MAX_ELEMENTS` elements (attention masks, queues) and boolean buffers are not copied.
 
     Args:
-        module: The model; its buffers are copied now.
+        module: The model. Its buffers are copied at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,7 +41,7 @@ class BufferBackup:
     @torch.no_grad()
     def _save(self) -> None:
         """Find the buffers and copy them."""
-        # Modules and names, because a module may assign a new tensor at every step.
+        # Store module and name, because a module may assign a new tensor at every step.
         found: dict[Tensor, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -50,7 +50,7 @@ class BufferBackup:
         self._places = list(found.values())
         live = self._live()
         self._forms = list(map(_form, live))
-        # Copies of one dtype and device share one tensor, for one `where` on a device.
+        # Copies of one dtype and device share one tensor, so that one `where` updates them all.
         self._kinds = [(places, _join(live, places)) for places in by_kind(live).values()]
         self._saved = list(live)
         for places, whole in self._kinds:
@@ -65,7 +65,7 @@ class BufferBackup:
             return
         live = self._live()
         if list(map(_form, live)) != self._forms:
-            self._save()  # the model has other buffers than before
+            self._save()  # the model's buffers have changed
         elif isinstance(restore, Tensor):
             restore = restore.bool()
             for places, whole in self._kinds:
@@ -88,9 +88,9 @@ def _join(tensors: list[Tensor], places: list[int]) -> Tensor:
 class Snapshot:
     """A copy of model, optimizers, learning-rate schedulers and loss scaler in host memory.
 
-    It takes as much host memory as the model and its optimizers take on this rank's device (shards
-    are copied as shards), pinned for CUDA. Random number generators are not restored, so that the
-    steps after a restore draw new numbers.
+    It takes as much host memory as the model and its optimizers take on this rank's device, because
+    shards are copied as shards. The memory is pinned for CUDA. Random number generators are not
+    restored, so that the steps after a restore draw new numbers.
     """
 
     def __init__(self) -> None:
@@ -104,13 +104,13 @@ class Snapshot:
         """Copy the current state; ``tensors`` are the model's parameters and buffers by name."""
         live = {
             "tensors": dict(tensors),
-            # An optimizer's state is keyed by the parameters themselves.
+            # The keys of an optimizer's state are the parameters themselves, not copies.
             "states": [dict(optimizer.state) for optimizer in trainer.optimizers],
             "groups": [_settings(optimizer) for optimizer in trainer.optimizers],
             "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
         }
-        self._held = {}  # first, so that its memory is reused
+        self._held = {}  # free the old snapshot before the copy
         self._held = copy_to_host(live)
         _wait(tensors.values())
 
@@ -125,7 +125,7 @@ class Snapshot:
             trainer.optimizers, self._held["states"], self._held["groups"], strict=True
         ):
             for key in [key for key in optimizer.state if key not in states]:
-                del optimizer.state[key]  # made after the snapshot
+                del optimizer.state[key]  # added after the snapshot
             for key, saved in states.items():
                 like = key if isinstance(key, Tensor) else None
                 optimizer.state[key] = copy_back(saved, optimizer.state.get(key), like)
@@ -138,19 +138,19 @@ class Snapshot:
             config.scheduler.load_state_dict(copy.deepcopy(saved))
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._held["precision"]))
         if isinstance(trainer.strategy, CustomExchange):
-            trainer.strategy.reset_residuals()  # they belong to the later weights
+            trainer.strategy.reset_residuals()  # residuals belong to the replaced weights
         _wait(tensors.values())
 
 
 def copy_to_host(value: Any) -> Any:
-    """Return a copy of ``value`` on the host; this rank's part of a DTensor.
+    """Return a copy of ``value`` on the host. Of a DTensor only this rank's part is copied.
 
     Copies from CUDA are asynchronous.
     """
     if isinstance(value, Tensor):
         local = local_part(value.detach())
         if local.ndim == 0:
-            return local.clone()  # step counts stay on the device where the optimizer has them
+            return local.clone()  # keep step counts on the optimizer's device
         copied = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
         return copied.copy_(local, non_blocking=True)
     if isinstance(value, dict):
@@ -164,9 +164,10 @@ def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
     """Copy ``saved`` into the tensors of ``live`` if they match, and return the result.
 
     Args:
-        saved: From :func:`copy_to_host`. It shares no memory with the result.
+        saved: The result of :func:`copy_to_host`. It shares no memory with the returned value.
         live: The current value.
-        like: A tensor with the device, and for a DTensor the placement, of missing tensors.
+        like: Tensors that ``live`` lacks are created on the device of this tensor. If it is a
+            DTensor, they get its placements.
     """
     if isinstance(saved, Tensor):
         if isinstance(live, Tensor):

@@ -21,9 +21,9 @@ from lightning_opt.core.numerics.scalars import Condition
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether the optimizer skips a step by itself if ``optimizer.found_inf`` is 1.
 
-    True for torch's fused kernels, but not for subclasses, which may override ``step``. SGD with
-    momentum only counts after its first step: torch (2.13) allocates the momentum in the first step
-    without a value, and a skipped first step leaves it so.
+    True for torch's fused kernels. False for subclasses, which may override ``step``, and for SGD
+    with momentum before its first step: torch (2.13) allocates the momentum uninitialised, and a
+    skipped first step would never set it.
     """
     if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):
         return False
@@ -36,18 +36,18 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 class _SkippedUpdate(Exception):  # noqa: N818 - not an error
-    """Raised in the closure to leave ``Optimizer.step`` before it changes anything."""
+    """Raised in the closure to end ``Optimizer.step`` before it updates the weights."""
 
 
 class UpdateControl:
     """Skips one update of an optimizer, or scales its learning rate for one update.
 
-    Both happen right before the update, after all hooks of callbacks and modules, and are undone
-    right after it. Modules, loggers, schedulers and checkpoints see unchanged gradients and
+    Changes are applied right before the update, after all hooks of callbacks and modules. They are
+    undone right after it. Modules, loggers, schedulers and checkpoints see unchanged gradients and
     learning rates.
 
-    If the flag is a tensor, the optimizer's fused kernel skips the update. If it is a ``bool``, the
-    optimizer's ``step`` ends when it has evaluated the loss.
+    If ``skip`` is a tensor, the optimizer's fused kernel skips the update. If it is True, the
+    optimizer's ``step`` ends after its closure has evaluated the loss.
 
     Args:
         optimizer: The optimizer itself, without Lightning's wrapper.
@@ -68,7 +68,7 @@ class UpdateControl:
         self._patch.enter_context(replaced(optimizer, step=MethodType(step, optimizer)))
 
     def release(self) -> None:
-        """Undo everything."""
+        """Undo all changes to the optimizer, and restore its ``step``."""
         self.reset()
         self._patch.close()
 
@@ -76,7 +76,7 @@ class UpdateControl:
         """Set how the next update is changed. Call it in ``on_before_optimizer_step``.
 
         Args:
-            skip: Whether to skip it. A tensor only if :func:`skips_on_device`.
+            skip: Whether to skip the update. A tensor requires :func:`skips_on_device`.
             lr_scale: Factor on the learning rate.
         """
         self._skip, self._lr_scale = skip, lr_scale
@@ -120,13 +120,16 @@ class UpdateControl:
             self.reset()
 
     def _versions(self) -> int:
-        """Return a number that grows with each change of a weight; 0 for torch's optimizers."""
+        """Return a number that grows with each in-place change of a weight.
+
+        It is 0 for torch's own optimizers, which are not checked.
+        """
         if type(self._optimizer).__module__.startswith("torch.optim"):
             return 0
         return sum(parameter._version for parameter in parameters_of(self._optimizer))
 
     def _run_post_hooks(self, kwargs: dict[str, Any]) -> None:
-        """Run the hooks after the step, because hooks before it have run; without gradients."""
+        """Run the optimizer's post hooks without gradients, because its pre hooks have run."""
         for parameter in parameters_of(self._optimizer):
             self._changes.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -136,7 +139,7 @@ class UpdateControl:
 
     def _apply(self) -> None:
         optimizer = self._optimizer
-        self._changes.close()  # those of an earlier evaluation of the loss
+        self._changes.close()  # changes of an earlier evaluation of the loss
         if isinstance(self._skip, Tensor):
             flag = self._skip.to(torch.float32)
             found = getattr(optimizer, "found_inf", None)

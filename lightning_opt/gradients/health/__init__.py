@@ -1,1 +1,1 @@
-"""Which gradients vanish, explode, die or are NaN, where, and what to do."""
+"""Find vanishing, exploding, dead and NaN gradients by layer, and give advice."""

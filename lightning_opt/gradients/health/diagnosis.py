@@ -1,8 +1,8 @@
-"""Diagnose gradients: pure functions from the measurements of a report to issues.
+"""Find gradient issues in the measurements of a report.
 
-What is normal is taken from the run's own history and from the other layers, because norms of
-healthy models differ by many orders of magnitude. Most faults must be found in several reports in a
-row before they become an issue, and an issue is dropped after two reports without it.
+Norms of healthy models differ by many orders of magnitude. Measurements are therefore compared with
+the run's own history and with the other layers. Most findings must appear in several reports in a
+row before they become an issue. An issue is dropped after two reports without the finding.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ ADVICE = {
 }
 
 REPORTS_NEEDED = {"vanishing": 2, "dead": 3, "bottleneck": 2, "stale": 2}
-"""Reports in a row until a finding is an issue; 1 for other types."""
+"""Reports in a row before a finding becomes an issue; 1 for other types."""
 
 REPORTS_TO_CLEAR = 2
 
 OVERFLOW_STREAK = 20
-"""Consecutive overflows that a loss scaler explains; by then its usual first scale is below 1."""
+"""Non-finite steps in a row at which they stop counting as overflows of the loss scaler.
+
+The scaler halves its scale at each overflow. After 20 halvings its usual first scale is below 1.
+"""
 
 BOTTLENECK = 100.0
-"""Drop of the gradient RMS from one layer to the next."""
+"""Ratio between the gradient RMS of neighbouring layers above which there is a bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,9 @@ class Issue:
     Attributes:
         type: ``nan``, ``inf``, ``exploding``, ``vanishing``, ``dead``, ``bottleneck`` or ``stale``.
         severity: ``"critical"``: training fails or makes no progress. ``"warning"``: worth a check.
-        place: The affected layer, the worst one if there are several; or ``"all layers"``.
+        place: The affected layer, or ``"all layers"``. With several layers, the worst one.
         detail: The measured values.
-        badness: Rank among issues of the same type, larger is worse.
+        badness: Compares issues of the same type. Larger is worse.
         since: The step of the report that first found it.
         others: The other affected layers, in forward order.
     """
@@ -88,9 +91,9 @@ class Evidence:
     """The measurements of one report for one optimizer.
 
     Attributes:
-        layers: In forward order.
+        layers: The layers' statistics, in forward order.
         totals: Step number and total norm of each step since the last report.
-        overflows: Whether a loss scaler explains the non-finite ones.
+        overflows: Whether the non-finite norms are overflows of the loss scaler.
         early: Median of the run's first norms; None before they are known.
         typical: Median of the medians of earlier reports; None in the first report.
         before: ``flow`` of each layer in the previous report.
@@ -105,9 +108,10 @@ class Evidence:
 
     @cached_property
     def flows(self) -> dict[str, float]:
-        """RMS by layer in forward order; only layers with a weight matrix if there are three.
+        """The gradient RMS of each layer, in forward order.
 
-        Gains and biases of normalisation layers have another scale than weights.
+        If at least three layers have a weight matrix, the others are omitted: gradients of
+        normalisation layers (gains and biases) have another scale.
         """
         live = [layer for layer in self.layers if layer.trained and layer.flow]
         weights = [layer for layer in live if layer.has_matrix]
@@ -142,7 +146,7 @@ def _find_nonfinite(evidence: Evidence) -> list[Issue]:
     if not hit or len(hit) == len(layers):
         detail = f"every gradient was {kind.upper()} at {steps}, so the loss itself was not finite"
         return [Issue(kind, CRITICAL, "all layers", detail)]
-    # The backward pass runs from the loss to the input: it reached the last layer in order first.
+    # The backward pass runs in reverse order, so it reached the last of these layers first.
     place = hit[-1].name
     detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
     if len(hit) > 1:
@@ -176,7 +180,7 @@ def _find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
 
 
 def _find_spike(evidence: Evidence, limit: float, median: float) -> list[Issue]:
-    """Find a single high norm after the first ten steps, which are the start of training."""
+    """Find a single high norm. The first ten steps, where high norms are normal, are skipped."""
     spikes = [(total, step) for step, total in evidence.totals if step > 10 and total > limit]
     high, step = max((spike for spike in spikes if math.isfinite(spike[0])), default=(0.0, 0))
     if high <= 10 * median:
@@ -193,8 +197,8 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
         return []
     largest = max(flows.values())
     if largest < limit:
-        # No layer to compare with. A converged model has the same gradients, so the run must have
-        # had no larger ones at its start.
+        # All layers are small, so there is none to compare with. A converged model has small
+        # gradients too. It is an issue only if the gradients were as small at the start.
         typical, early = evidence.typical, evidence.early
         if typical is None or not early or typical < 0.1 * early:
             return []
@@ -203,7 +207,7 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
     small = {
         name: flow
         for name, flow in flows.items()
-        # The gradient of a layer behind a zero-initialised one starts small and rises.
+        # Skip rising gradients: those next to a zero-initialised layer start small and grow.
         if flow < limit and flow < 1e-3 * largest and flow <= 3 * evidence.before.get(name, flow)
     }
     strongest = max(flows, key=flows.__getitem__)
@@ -225,10 +229,10 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
 
 
 def _find_dead(evidence: Evidence, vanishing: float) -> list[Issue]:
-    """Find layers whose gradients were all zero; ``_find_vanishing`` reports underflow to zero."""
+    """Find layers whose gradients were all zero, except by underflow (see ``_find_vanishing``)."""
     detail = "every gradient was exactly zero at every step"
     return [
-        # The gradient ends at the dead layer nearest to the loss, so that one is the worst.
+        # The dead layer nearest to the loss blocks the gradient, so it is the worst.
         Issue("dead", CRITICAL, layer.name, detail, badness)
         for badness, (layer, after) in enumerate(_dead_layers(evidence))
         if after is None or not 0 < after.flow < vanishing
@@ -236,7 +240,7 @@ def _find_dead(evidence: Evidence, vanishing: float) -> list[Issue]:
 
 
 def _dead_layers(evidence: Evidence) -> list[tuple[LayerStats, LayerStats | None]]:
-    """Return the layers with zero gradients, each with the next layer that has a gradient."""
+    """Return each layer with zero gradients, and the next layer in order with a gradient."""
     dead: list[tuple[LayerStats, LayerStats | None]] = []
     after = None
     for layer in reversed(evidence.layers):
@@ -249,10 +253,10 @@ def _dead_layers(evidence: Evidence) -> list[tuple[LayerStats, LayerStats | None
 
 
 def _find_bottleneck(evidence: Evidence) -> list[Issue]:
-    """Find where the gradient, on its way to the inputs, drops from one layer to the next.
+    """Find neighbouring layers between which the gradient drops.
 
-    The medians of three layers on either side must differ too, so that a single odd layer does not
-    count.
+    The medians of up to three layers on each side must drop as well. A single odd layer therefore
+    does not count.
     """
     flows = list(evidence.flows.items())
     found = []
@@ -278,7 +282,7 @@ def _find_stale(evidence: Evidence) -> list[Issue]:
 
 
 class Persistence:
-    """The findings of the last reports, from which lasting ones become issues."""
+    """Tracks findings over reports. A finding becomes an issue after enough reports in a row."""
 
     def __init__(self) -> None:
         self._tracks: dict[str, dict[str, Any]] = {}
@@ -287,7 +291,7 @@ class Persistence:
         found = {self._key(finding): finding for finding in findings}
         for key, finding in found.items():
             track = self._tracks.setdefault(key, {"seen": 0, "missed": 0, "since": step})
-            # Once weights are NaN, every layer is: keep the first place.
+            # NaN weights make every layer's gradient NaN, so only the first place is informative.
             if key != "nonfinite" or not track["seen"]:
                 track |= asdict(finding) | {"since": track["since"]}
             track["seen"] += 1
@@ -301,12 +305,12 @@ class Persistence:
     def _key(self, finding: Issue) -> str:
         if finding.type in ("nan", "inf"):
             return "nonfinite"
-        # Findings that must last are compared by place; "exploding" may move between layers.
+        # A finding that needs several reports must stay at its place. "exploding" may move.
         lasting = finding.type in REPORTS_NEEDED
         return f"{finding.type}|{finding.place}" if lasting else finding.type
 
     def issues(self, order: Mapping[str, int]) -> list[Issue]:
-        """Return the lasting findings, one issue per type: critical ones first, then by type.
+        """Return one issue per type of lasting finding: critical ones first, then by type.
 
         Args:
             order: The position of each layer.

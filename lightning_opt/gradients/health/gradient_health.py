@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 class GradientHealth(GradientCallback):
     """Watches gradients, and reports what is wrong, where, and what to do about it.
 
-    The norms of every step stay on the device, and are shared with clipping. A report step measures
-    more, and reads everything back to the host at once. Issues are judged against the run's own
-    history and the other layers, and most must be found in several reports. Put it before callbacks
-    that change gradients, so that it measures the originals.
+    Norms are measured at every step, stay on the device, and are shared with clipping. A report
+    measures more, and reads everything to the host at once. Measurements are compared with the
+    run's own history and with the other layers. Most issues must be found in several reports. Put
+    this callback before callbacks that change gradients, so that it measures the original ones.
 
     ================== ========================================================================
     issue              raised when
     ================== ========================================================================
     ``nan``, ``inf``   gradients of a step were not finite; overflows that a loss scaler skips
-                       are counted, and become an issue after 20 in a row
+                       are only counted, and become an issue after 20 in a row
     ``exploding``      median of the total norm above ``exploding``, or that many times its
                        earlier level; critical if it grew tenfold, is 1,000 times
                        ``exploding``, or grows 100-fold from the loss to the inputs. A single
@@ -60,7 +60,7 @@ class GradientHealth(GradientCallback):
     ======================== ==================================================================
     ``health/norm``          median of the total norm since the last report
     ``health/peak_norm``     maximum of the total norm since the last report
-    ``health/noise``         median over layers: deviation of the norm over steps, over its mean
+    ``health/noise``         median over layers of the norm's deviation over steps, per mean
     ``health/update``        median over layers of the update-to-weight ratio
     ``health/zeros``         share of gradient elements that are exactly zero
     ``health/smallest_rms``  smallest RMS of any layer
@@ -72,13 +72,13 @@ class GradientHealth(GradientCallback):
     ======================== ==================================================================
 
     Args:
-        every_n_steps: Optimizer steps from one report to the next, at least 1. There is a report
-            every 1,024 steps at least.
+        every_n_steps: Optimizer steps between reports, at least 1. Intervals above about 1,024
+            steps are shortened to that.
         exploding: Total norm above which gradients explode, above 0.
-        vanishing: RMS below which they may vanish, above 0.
-        activations: Also check module outputs, to name the module that made the first NaN, and the
-            batch. Costs about as much as one more pass over all activations at each batch, and
-            a second read per report.
+        vanishing: RMS below which gradients may vanish, above 0.
+        activations: Also check module outputs, to name the module and the batch of the first NaN.
+            This costs about one more pass over all activations per batch, and a second read per
+            report.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, in
@@ -119,7 +119,7 @@ class GradientHealth(GradientCallback):
         self._records, self._without_optimizer = {}, []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the hooks, after the sanity check of validation."""
+        """Add the hooks. The validation sanity check has run by now."""
         self._order.watch(pl_module)
         if self._watch_activations and not self._activations.watch(pl_module):
             log.warning("GradientHealth(activations=True) cannot watch a compiled model.")
@@ -145,7 +145,7 @@ class GradientHealth(GradientCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Complete a report that this batch's step has started."""
+        """Complete the reports that were started in this batch."""
         self._activations.end_batch()
         due = [index for index, record in self._records.items() if record.pending is not None]
         if due:
@@ -186,7 +186,7 @@ class GradientHealth(GradientCallback):
         return {plain_name(name) or ROOT: place for name, place in self._order.places().items()}
 
     def summary(self) -> HealthSummary:
-        """Return a status (healthy, warning or critical) and a sentence, as of the last report."""
+        """Return the status at the last report (healthy, warning or critical) and a sentence."""
         steps = max((record.steps for record in self._records.values()), default=0)
         reports = sum(bool(record.reported_step) for record in self._records.values())
         nonfinite = sum(record.nonfinite for record in self._records.values())
@@ -194,7 +194,7 @@ class GradientHealth(GradientCallback):
 
     @property
     def issues(self) -> list[Issue]:
-        """The issues as of the last report, the worst first."""
+        """The issues at the last report, critical ones first."""
         issues = [issue for record in self._records.values() for issue in record.issues]
         return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
 
@@ -222,11 +222,11 @@ class GradientHealth(GradientCallback):
         return [Verdict("gradients", "look", finding, "NonFiniteGuard() skips such steps.")]
 
     def report(self, top: int | None = 10) -> Report:
-        """Return a table of the worst layers with the issues below it, as of the last report.
+        """Return a table of the worst layers at the last report, and the issues as notes.
 
-        One row per layer: gradient RMS over its non-zero elements, largest magnitude, share of
-        zeros, update-to-weight ratio, noise (deviation of its norm over steps, relative to the
-        mean), and its issues.
+        Each row has a layer's gradient RMS over non-zero elements, largest magnitude, share of
+        zeros, update-to-weight ratio, noise (deviation of the norm over steps divided by its mean)
+        and issues.
 
         Args:
             top: Number of rows; None for all.
@@ -238,7 +238,7 @@ class GradientHealth(GradientCallback):
         return Report(f"Gradient health: {self.summary()}", rows[:top], notes)
 
     def series(self) -> dict[str, list[list[float]]]:
-        """Return step and gradient RMS of each layer at each report, in forward order."""
+        """Return for each layer a list of ``[step, gradient RMS]``, one entry per report."""
         entries = [entry for record in self._records.values() for entry in record.timeline]
         names = dict.fromkeys(name for entry in reversed(entries) for name in entry["flow"])
         return {
@@ -252,7 +252,7 @@ class GradientHealth(GradientCallback):
 
     def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for index, record in self._records.items():
-            record.release()  # completing a pending report would need all ranks
+            record.release()  # a pending report would need a collective
             if record.has_unreported_nonfinite() or (record.steps and not record.reported_step):
                 self._complete(trainer, pl_module, index)
 
@@ -263,7 +263,7 @@ class GradientHealth(GradientCallback):
         try:
             if self.names:
                 self._finish(trainer, pl_module)
-        except RuntimeError as error:  # a failed device cannot be read
+        except RuntimeError as error:  # reading a failed device raises
             log.debug("GradientHealth could not read the last steps: %s", error)
         finally:
             self.release(trainer)

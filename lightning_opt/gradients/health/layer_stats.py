@@ -18,7 +18,7 @@ from lightning_opt.gradients.gradient_callback import plain_name
 TRAINED, FROZEN, NO_GRADIENT = "trained", "frozen", "no gradient"
 
 ABSENT = -1.0
-"""Stands for the norm of a parameter that had no gradient at that step."""
+"""Norm of a parameter without a gradient at that step."""
 
 ROOT = "(root)"
 """Layer name of the model's own parameters."""
@@ -26,21 +26,21 @@ ROOT = "(root)"
 
 @dataclass(slots=True)
 class ParameterStats:
-    """One parameter since the last report.
+    """Statistics of one parameter since the last report.
 
     Attributes:
         name: Its name in the model.
         numel: Elements of the whole tensor.
-        matrix: Whether it has at least two dimensions, as weights do and biases do not.
+        matrix: Whether it has at least two dimensions, as weights do. Biases have one.
         status: ``"trained"``, ``"frozen"``, ``"no gradient"`` or ``"in no optimizer"``.
         count: Steps with a finite gradient.
-        mean, variance: Of the L2 norms of those steps.
-        nan, inf: Steps whose norm was NaN or infinite.
-        first: Number of the first such step; 0 if there was none.
-        peak: Its norm at the step with the largest total norm.
+        mean, variance: Mean and variance of the gradient's L2 norm over steps with a finite norm.
+        nan, inf: Number of steps whose norm was NaN, and infinite.
+        first: The first step with a non-finite norm; 0 if there was none.
+        peak: The gradient's norm at the step with the largest total norm.
         norm, max: L2 norm and largest finite magnitude at the reported step.
         zeros: Share of elements that were exactly zero at the reported step.
-        update: Ratio of L2 norms of one update and the weights.
+        update: L2 norm of one update divided by that of the weights.
         weight: L2 norm of the weights, or of a sample of them.
     """
 
@@ -77,9 +77,9 @@ class ParameterStats:
 
 @dataclass
 class LayerStats:
-    """A module with the parameters that it holds itself, since the last report.
+    """Statistics of a module's own parameters since the last report.
 
-    Properties are cached: the parameters are complete when the first one is read.
+    Some properties are cached, so add all parameters before you read one.
 
     Attributes:
         name: The module's name; ``"(root)"`` for the model's own parameters.
@@ -95,7 +95,7 @@ class LayerStats:
 
     @property
     def status(self) -> str:
-        """``"trained"`` if any parameter is; otherwise the status of the parameters."""
+        """``"trained"`` if any parameter is trained, else the first status by alphabet."""
         kinds = {p.status for p in self.parameters}
         return TRAINED if TRAINED in kinds or not kinds else min(kinds)
 
@@ -105,15 +105,15 @@ class LayerStats:
 
     @cached_property
     def weights(self) -> list[ParameterStats]:
-        """The trained parameters of at least two dimensions; all trained ones if there are none."""
+        """The trained parameters with at least two dimensions; without any, all trained ones."""
         return [p for p in self.trained if p.matrix] or self.trained
 
     @cached_property
     def flow(self) -> float:
-        """RMS over steps and non-zero elements of the weights' gradients.
+        """RMS of the weights' gradients over steps and non-zero elements.
 
-        Zeros do not count, so that an embedding of which a batch uses a few rows is comparable with
-        other layers.
+        Zeros do not count. A batch may use only a few rows of an embedding, which stays comparable
+        with other layers.
         """
         elements = sum(p.active for p in self.weights)
         return math.sqrt(sum(p.square for p in self.weights) / elements) if elements else 0.0
@@ -149,7 +149,7 @@ class LayerStats:
 def group_layers(
     parameters: Iterable[ParameterStats], order: Mapping[str, int]
 ) -> list[LayerStats]:
-    """Group parameters by module, in forward order; modules without a position come last."""
+    """Group parameters by module, in forward order. Modules that are not in ``order`` come last."""
     layers: dict[str, LayerStats] = {}
     for parameter in parameters:
         name = parameter.name.rpartition(".")[0] or ROOT
@@ -158,7 +158,7 @@ def group_layers(
 
 
 def stats_without_optimizer(module: nn.Module, held: Collection[Tensor]) -> list[ParameterStats]:
-    """Return the stats of parameters that are not among those ``held`` by an optimizer."""
+    """Return the stats of the parameters that no optimizer holds."""
     return [
         ParameterStats.of(plain_name(name), own, "in no optimizer" if own.requires_grad else FROZEN)
         for name, own in module.named_parameters()
@@ -169,11 +169,11 @@ def stats_without_optimizer(module: nn.Module, held: Collection[Tensor]) -> list
 def stats_of_norms(
     parameters: Mapping[str, Tensor], blocks: Sequence[tuple[list[str], NDArray[Any]]], first: int
 ) -> tuple[dict[str, ParameterStats], list[float]]:
-    """Compute the stats of each parameter from the norms of a window; return the total norms too.
+    """Return the stats of each parameter by name, and the total norm of each step.
 
     Args:
-        parameters: By name.
-        blocks: As :meth:`NormWindow.blocks` returns them, read to the host.
+        parameters: The parameters by name.
+        blocks: The result of :meth:`NormWindow.blocks`, read to the host.
         first: The number of the window's first step.
     """
     places = {name: place for place, name in enumerate(parameters)}
@@ -211,23 +211,23 @@ def stats_of_norms(
 def add_gradients(
     stats: Mapping[str, ParameterStats], names: Sequence[str], table: NDArray[Any]
 ) -> None:
-    """Add the measurements of the reported step, a table of ``measure_gradients``."""
+    """Add the measurements of the reported step. ``table`` comes from ``measure_gradients``."""
     for name, column in zip(names, table.T, strict=True):
         if name not in stats:
             continue
         found = stats[name]
         norm, largest, nan, inf, nonzero, numel, present = column.tolist()
-        found.numel = int(numel)  # a shard has only a part of them
+        found.numel = int(numel)  # summed over shards
         if not present:
-            # Norms of a sharded parameter without a gradient on any rank were recorded as zeros.
+            # No rank has a gradient of this sharded parameter, so its recorded norms are zeros.
             found.count, found.nan, found.inf, found.first = 0, 0, 0, 0
             continue
         found.norm, found.max = norm, largest
         found.zeros = 1.0 - nonzero / numel if numel else None
         if not found.mean and largest:
-            found.mean = largest  # the squares underflowed in float32, the elements did not
+            found.mean = largest  # the squares underflowed in float32
         if math.isinf(norm) and not inf and not nan:
-            found.inf -= 1  # the squares overflowed, the elements did not
+            found.inf -= 1  # the squares overflowed, but no element is infinite
             found.count, found.mean = max(found.count, 1), max(found.mean, largest)
             if not found.inf and not found.nan:
                 found.first = 0
@@ -236,7 +236,7 @@ def add_gradients(
 def add_updates(
     stats: Mapping[str, ParameterStats], names: Sequence[str], squares: NDArray[Any]
 ) -> None:
-    """Add update-to-weight ratios from the summed squares of updates and weights, a ``(2, n)``."""
+    """Add update-to-weight ratios. ``squares`` comes from ``UpdateProbe.compare``."""
     for name, change, weight in zip(names, *squares.tolist(), strict=False):
         found = stats.get(name)
         if found is not None and found.count and weight > 0 and math.isfinite(change + weight):

@@ -33,13 +33,13 @@ from lightning_opt.core.numerics.scalars import wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 
 SAMPLE = 8192
-"""Minimum number of weights per tensor on which an update is measured, if there are more."""
+"""Least number of weights per tensor in the sample for an update; smaller tensors use all."""
 
 
 class NormWindow:
     """The gradient norms of the steps since the last report.
 
-    A step costs one list entry on the host, and nothing on a device.
+    Each step adds one list entry on the host, and no work on a device.
     """
 
     def __init__(self) -> None:
@@ -57,9 +57,10 @@ class NormWindow:
         self._steps.append((self._names, step.norms.total, step.norms.per_tensor))
 
     def blocks(self) -> list[tuple[list[str], Tensor]]:
-        """Return names and norms, on their device, of each run of steps with the same tensors.
+        """Return one block for each run of consecutive steps with the same tensors.
 
-        Norms have the shape ``(steps, 1 + names)``: the total norm, then one per tensor.
+        A block has the tensors' names, and norms of shape ``(steps, 1 + names)`` on their device:
+        first the total norm, then one per tensor.
         """
         blocks = []
         for _, run in itertools.groupby(self._steps, lambda step: (id(step[0]), type(step[1]))):
@@ -70,7 +71,7 @@ class NormWindow:
         return blocks
 
     def move_to_host(self) -> list[tuple[list[str], NDArray[Any]]]:
-        """Return the blocks as arrays, keep only these, and drop references to the parameters."""
+        """Move the norms to the host, drop references to the parameters, and return the blocks."""
         blocks = self.blocks()
         read = read_together([rows for _, rows in blocks])
         on_host = [(names, rows) for (names, _), rows in zip(blocks, read, strict=True)]
@@ -84,9 +85,9 @@ class NormWindow:
 
 @torch.no_grad()
 def measure_gradients(step: GradientStep) -> Tensor:
-    """Measure whole gradients, also where they are sharded.
+    """Measure the gradients of whole parameters, also if they are sharded.
 
-    All ranks must call this: shards are combined with one sum and one maximum per process group.
+    All ranks must call this: one sum and one maximum per process group combine the shards.
 
     Returns:
         A table on the device with one column per gradient: norm; largest finite magnitude (without
@@ -101,7 +102,7 @@ def measure_gradients(step: GradientStep) -> Tensor:
     largest = torch.stack([largest_magnitude(t).to(device, wide) for t in tensors])
     nan, inf = largest.isnan(), largest.isinf()
     largest = torch.where(nan | inf, 0.0, largest) / step.grad_scale
-    # An empty part of a shard counts elements of its parameter, which may have no gradient.
+    # A shard without a gradient is an empty tensor, so count the parameter's elements.
     numels = [float(as_real(local_part(p.detach())).numel()) for p in gradients.parameters]
     present = [float(parameter.grad is not None) for parameter in gradients.parameters]
     nonzero = torch.stack([torch.count_nonzero(tensor).to(device) for tensor in tensors])
@@ -115,7 +116,7 @@ def measure_gradients(step: GradientStep) -> Tensor:
 
 
 def largest_magnitude(tensor: Tensor) -> Tensor:
-    """Return the largest magnitude of a tensor's elements, NaN if one is NaN, 0 if it is empty."""
+    """Return the largest magnitude in a tensor: NaN if an element is NaN, 0 for no elements."""
     if not tensor.numel():
         return tensor.new_zeros(())
     if not reads_are_free(tensor.device):
@@ -128,7 +129,7 @@ def largest_magnitude(tensor: Tensor) -> Tensor:
 class UpdateProbe:
     """Compares the weights before and after one update, on a sample of each tensor.
 
-    A copy of all weights could exceed the memory. The sample is every k-th weight on this rank; a
+    A copy of all weights could exceed the memory. The sample is every k-th weight on this rank. A
     tensor of fewer than 16,384 weights is compared in full.
 
     Args:
@@ -142,7 +143,7 @@ class UpdateProbe:
 
     @torch.no_grad()
     def compare(self) -> Tensor:
-        """Return the summed squares of the update and of the earlier weights, shape ``(2, n)``.
+        """Return the sums of squares of updates and of weights before them, shape ``(2, n)``.
 
         All ranks must call this.
         """
@@ -181,8 +182,8 @@ class ActivationWatch:
     """Finds the first output of a leaf module that is not finite.
 
     Each module output, and each input that is not the output of another module, costs one
-    reduction. Nothing is read until :meth:`take`. Modules under ``torch.compile`` are not watched,
-    and functional calls cannot be.
+    reduction. Only :meth:`take` reads results. Compiled models are not watched. Functional calls
+    cannot be watched.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class ActivationWatch:
         self._batch = (0, 0)
 
     def watch(self, model: nn.Module) -> bool:
-        """Add the hooks, and return whether there are any: a compiled model gets none."""
+        """Add the hooks. Return False if there are none, as for a compiled model."""
         self.stop()
         if has_compiled_parts(model):
             return False
@@ -232,7 +233,7 @@ class ActivationWatch:
 
     def _reduce(self, tensor: Tensor) -> Tensor:
         self._reduced[id(tensor)] = ref(tensor)
-        # Each rank checks its own part of a DTensor; modules may also return plain tensors.
+        # Each rank checks its own part of a DTensor.
         local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
         return largest_magnitude(local.detach()).to(wide_dtype(tensor.device))
 
@@ -255,7 +256,7 @@ class ActivationWatch:
         """Return the findings since the last call. Waits for the device.
 
         Args:
-            scaled: Whether a loss scaler skips bad steps, so that they are not critical.
+            scaled: Whether a loss scaler skips bad steps. They are then not critical.
         """
         first = None
         rows = read_together([found for *_, found in self._batches])
@@ -272,7 +273,7 @@ class ActivationWatch:
                 detail += f", at epoch {epoch}, batch {index}"
                 first = Issue(kind, CRITICAL, names[place], detail)
                 break
-        # Once weights are NaN every output is, so the first of consecutive bad reports counts.
+        # NaN weights make every output NaN, so the first of consecutive bad reports is kept.
         self._cause = (self._cause or first) if first else None
         self._batches = []
         if self._cause is None:

@@ -37,10 +37,10 @@ from lightning_opt.gradients.health.measures import (
 )
 
 LONGEST_WINDOW = 1024
-"""Steps after which a report is due whatever the schedule, to bound the window."""
+"""Steps after which a report is due regardless of the schedule. This limits the window's memory."""
 
 TIMELINE = 128
-"""Maximum number of reports in the timeline; beyond it, every second one is dropped."""
+"""Maximum number of reports in the timeline. Beyond it, every second one is dropped."""
 
 EARLY = 10
 """Number of first steps whose norms describe the start of the run."""
@@ -49,7 +49,7 @@ COUNTS = ("steps", "reported_step", "nonfinite", "overflows")
 
 
 class PendingReport(NamedTuple):
-    """The measurements of a report's step before its update, on the device."""
+    """The device measurements that a report takes before the update of its step."""
 
     step: int
     names: list[str]
@@ -61,23 +61,24 @@ class OptimizerHealth:
     """The measurements and issues of one optimizer's gradients.
 
     Call :meth:`observe` at each step. If a report is due, call :meth:`measure` before the update
-    and :meth:`complete` after it, which reads and diagnoses.
+    and :meth:`complete` after it. Only :meth:`complete` reads the device.
 
     Attributes:
         steps: Optimizer steps so far.
         reported_step: Step of the last report.
-        nonfinite: Steps with NaN or infinite gradients, without ``overflows``.
+        nonfinite: Steps with NaN or infinite gradients, except ``overflows``.
         overflows: Steps with non-finite gradients that the loss scaler caused and skipped.
-        pending: A report that :meth:`complete` has to finish; None between reports.
+        pending: The report that :meth:`complete` must finish; None if no report is due.
         layers: Stats of the last report, in forward order.
         issues: Issues of the last report.
-        timeline: One entry per report: step, low, median and high of the total norm, RMS by layer.
+        timeline: One entry per report: the step, minimum, median and maximum of the total norm,
+            and the gradient RMS by layer.
     """
 
     def __init__(self, exploding: float, vanishing: float) -> None:
         self._exploding, self._vanishing = exploding, vanishing
         self._window = NormWindow()
-        self._first = 1  # step of the window
+        self._first = 1  # first step of the window
         self.pending: PendingReport | None = None
         self._persistence = Persistence()
         self._early: list[float] = []
@@ -114,8 +115,8 @@ class OptimizerHealth:
     ) -> None:
         """Read the measurements since the last report, and diagnose them.
 
-        All ranks must call this if a report is pending. ``order`` has the position of each module
-        in the forward pass; ``extra`` has findings in activations.
+        All ranks must call this if a report is pending. ``order`` maps each module to its position
+        in the forward pass. ``extra`` holds findings in activations.
         """
         totals = self._read(parameters, order)
         self._window, self._first = NormWindow(), self.steps + 1
@@ -139,7 +140,7 @@ class OptimizerHealth:
     def _read(
         self, parameters: Mapping[str, Tensor], order: Mapping[str, int]
     ) -> list[tuple[int, float]]:
-        """Read everything to the host once, set ``layers``, and return steps and total norms."""
+        """Read all measurements at once, set ``layers``, and return steps with total norms."""
         pending, self.pending = self.pending, None
         blocks = self._window.blocks()
         extra = [] if pending is None else [pending.table, pending.probe.compare()]
@@ -154,7 +155,7 @@ class OptimizerHealth:
             _, largest, nan, inf = table[:4]
             place = pending.step - self._first  # another step may follow in the same batch
             if math.isinf(norms[place]) and not (nan.any() or inf.any()):
-                # The squares overflowed, no element did: the norm is at least this large.
+                # Squares overflowed, but no element is infinite. This is a lower bound of the norm.
                 totals[place] = (pending.step, math.hypot(*largest.tolist()))
         for name, parameter in parameters.items():
             stats[name].status = _status(stats[name], parameter, measured=pending is not None)
@@ -189,7 +190,7 @@ class OptimizerHealth:
             del self.timeline[1::2]
 
     def scalars(self) -> dict[str, float]:
-        """Return the values that a report logs, without those that are unknown."""
+        """Return the values that a report logs. Unknown values are omitted."""
         trained = [layer for layer in self.layers if layer.trained]
         flows = [layer.flow for layer in trained]
         updates = [layer.update for layer in trained if layer.update is not None]
@@ -213,12 +214,12 @@ class OptimizerHealth:
         return {key: float(value) for key, value in values.items()}
 
     def release(self) -> None:
-        """Drop references to the model, and a pending report; keep the norms."""
+        """Drop references to the model and the pending report. The norms move to the host."""
         self._window.move_to_host()
         self.pending = None
 
     def has_unreported_nonfinite(self) -> bool:
-        """Return whether a step since the last report was not finite. Waits for the device."""
+        """Return whether any norm since the last report is not finite. Waits for the device."""
         return any(
             not math.isfinite(total)
             for _, rows in self._window.move_to_host()
@@ -248,7 +249,8 @@ class OptimizerHealth:
 
 
 def _status(stats: ParameterStats, parameter: Tensor, measured: bool) -> str:
-    # Shards without a gradient have recorded norms of zero; only a measured report detects them.
+    # A shard without a gradient has recorded norms of zero. Only a measured report distinguishes it
+    # from a gradient of zero.
     if stats.nan or stats.inf or (stats.count and (stats.mean or measured)):
         return TRAINED
     return NO_GRADIENT if parameter.requires_grad else FROZEN

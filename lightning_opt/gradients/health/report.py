@@ -27,7 +27,7 @@ class HealthSummary(NamedTuple):
 def summarize(
     issues: Sequence[Issue], steps: int, reports: int, nonfinite: int = 0
 ) -> HealthSummary:
-    """Summarize the issues, the worst first, in a status and one sentence."""
+    """Summarize ``issues`` in a status and one sentence. The worst issue must come first."""
     if issues:
         worst = issues[0]
         status = "critical" if worst.severity == CRITICAL else "warning"
@@ -45,8 +45,8 @@ def summarize(
 def layer_rows(layers: Sequence[LayerStats], issues: Sequence[Issue]) -> list[dict[str, Any]]:
     """Return one row per layer, the worst first.
 
-    Layers with critical issues come first, then layers with other issues, then the rest by the
-    distance of their RMS, in orders of magnitude, from the median.
+    Layers with critical issues come first, then layers with other issues. The rest is sorted by the
+    distance between the logarithms of the layer's RMS and the median RMS, largest first.
     """
     flows = [layer.flow for layer in layers if layer.trained and layer.flow]
     middle = math.log(statistics.median(flows)) if flows else 0.0
