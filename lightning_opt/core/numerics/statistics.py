@@ -60,7 +60,7 @@ class Window:
         elif 0.0 < value < math.inf:
             values, count = self._on_host(state), int(state["count"])
             if self.size is None:
-                bisect.insort(values, value)  # the order of values is not needed
+                bisect.insort(values, value)  # quantiles need sorted values
             elif len(values) < self.size:
                 values.append(value)
             else:

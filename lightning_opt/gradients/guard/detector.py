@@ -52,7 +52,7 @@ class LossRecorder:
     """The losses since the last step of each optimizer, still on their device.
 
     With several optimizers, a loss belongs to each optimizer whose gradients it changed. The order
-    of calls would not tell: a GAN may run both backward passes before both steps.
+    of calls is not enough: a GAN may run both backward passes before both steps.
 
     Args:
         optimizers: The Trainer's optimizers.
