@@ -57,7 +57,8 @@ class NonFiniteGuard(GradientCallback):
     4. ``max_consecutive`` faults: the run stops with an error that explains the reason.
 
     A NaN weight triggers response 3 at once, or 4 without a snapshot, because skipping cannot
-    repair it. Spikes alone never stop a run. If they go on after 3, their level becomes the usual one.
+    repair it. Spikes alone never stop a run. If they go on after response 3, their level becomes
+    the usual one.
 
     All ranks decide together, with one all-gather of two numbers per step. Each replica of
     ``DiLoCoStrategy`` decides alone, and takes the shared weights after a rollback. With fused
