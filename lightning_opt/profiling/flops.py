@@ -136,7 +136,8 @@ TF32 = "tf32"
 """Products of 32-bit tensors, with their inputs rounded to TF32."""
 
 _PEAKS: dict[str, dict[torch.dtype | str, float]] = {
-    # Dense (without sparsity) tensor-core peaks in TFLOP/s. Sums are in 32 bits.
+    # Dense (without sparsity) tensor-core peaks in TFLOP/s. Where sums in 16 bits are faster, the
+    # peak is that of sums in 32 bits.
     # NVIDIA Blackwell Architecture Technical Brief, 2024.
     "B200": {"bf16": 2250.0, TF32: 1125.0, "fp32": 75.0},
     "B100": {"bf16": 1750.0, TF32: 875.0, "fp32": 60.0},
