@@ -39,7 +39,7 @@ MAX_RESTORES = 3
 
 
 class NonFiniteGuard(GradientCallback):
-    """Skips steps that would ruin the run; backs off, rolls back or stops if they persist.
+    """Skips steps that would ruin the weights; if faults persist, reacts more strongly or stops.
 
     A step has a fault if a loss (of any batch, on any rank) or the gradient is NaN or infinite.
     With ``spike``, a value far above the usual level is a fault too. Weights, optimizer state and
