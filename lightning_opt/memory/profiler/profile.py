@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -121,10 +122,11 @@ class SavedTensorCounter:
             for name, module in model.named_modules()
         }
         tensors = (*model.parameters(), *model.buffers())
-        self._model_storages = {s.data_ptr() for tensor in tensors for s in storages_of(tensor)}
+        # Not addresses: memory that is freed within the step may be used again for another tensor.
+        self._model_storages = WeakSet(s for tensor in tensors for s in storages_of(tensor))
         self._outside = SavedBytes("(outside of modules)", "")
         self._stack: list[nn.Module] = []
-        self._seen: set[int] = set()
+        self._seen: WeakSet[torch.UntypedStorage] = WeakSet()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -145,7 +147,7 @@ class SavedTensorCounter:
         self._stack.append(module)
         # FSDP2 has just gathered the parameters, into new storages.
         self._model_storages.update(
-            s.data_ptr() for p in module.parameters(recurse=False) for s in storages_of(p)
+            s for p in module.parameters(recurse=False) for s in storages_of(p)
         )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -155,11 +157,10 @@ class SavedTensorCounter:
     def _pack(self, tensor: Tensor) -> Tensor:
         entry = self._entries[self._stack[-1]] if self._stack else self._outside
         for storage in storages_of(tensor):
-            address = storage.data_ptr()
-            if address not in self._model_storages:
+            if storage not in self._model_storages:
                 entry.tensors += 1
-                if address not in self._seen:
-                    self._seen.add(address)
+                if storage not in self._seen:
+                    self._seen.add(storage)
                     entry.bytes += storage.nbytes()
         return tensor
 

@@ -17,7 +17,12 @@ import lightning_opt as lo
 from lightning_opt.core.measure.malloc import malloc_info
 from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resident_memory
 from lightning_opt.memory.meters import storage_bytes
-from lightning_opt.memory.profiler.profile import CATEGORIES, PhaseMeter, countable
+from lightning_opt.memory.profiler.profile import (
+    CATEGORIES,
+    PhaseMeter,
+    SavedTensorCounter,
+    countable,
+)
 from tests.gradients.clipping.test_distributed import ShardedNet, data_parallel
 from tests.helpers.models import AdversarialNet, SmallNet, loader_of
 from tests.helpers.processes import launch
@@ -242,6 +247,19 @@ def test_saved_bytes_by_module_match_saved_tensor_hooks():
     for parameter in model.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     assert sum(saved.values()) == pytest.approx(sum(storages.values()))
+
+
+def test_memory_that_is_used_again_within_a_step_is_counted_again():
+    model = Wide()
+    counter = SavedTensorCounter(model)
+    with counter.counting():
+        for _ in range(3):  # each backward pass frees what the pass before it saved
+            model.layer(torch.randn(ROWS, WIDTH)).sum().backward()
+    once = SavedTensorCounter(model)
+    with once.counting():
+        model.layer(torch.randn(ROWS, WIDTH)).sum().backward()
+    total = sum(entry.bytes for entry in once.found())
+    assert sum(entry.bytes for entry in counter.found()) == 3 * total > 0
 
 
 def saved_in_modules(strategy: str) -> dict[str, float]:
