@@ -33,7 +33,7 @@ from benchmarks.batching.micro_batching import in_processes, quiet_trainer
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp
 from lightning_opt.core.measure.timing import wait_for
-from lightning_opt.profiling.steps.hooks import EpochHooks
+from lightning_opt.profiling.steps.step_run import EpochHooks
 
 GPU = True
 

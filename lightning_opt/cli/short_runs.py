@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse.typing import PositiveInt
@@ -40,7 +41,6 @@ forward, backward, each callback, the optimizer, logging, Lightning's own loop."
 PROFILE_EXAMPLES = """\
   lightning-opt profile my_project:Model --data my_project:Data --steps 200 --out profile
   lightning-opt profile config.yaml --preset advanced --trainer.devices 2
-  lightning-opt profile config.yaml --trace 10 12 --out profile    (open in Perfetto)
 """
 
 DOCTOR = """\
@@ -59,23 +59,18 @@ def run_profile(argv: Sequence[str]) -> int:
     parser = make_parser("profile", PROFILE, PROFILE_EXAMPLES, targets.package)
     parser.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
     add_preset(parser, None)
-    batches = "Batches, from 0, that torch's profiler records operator by operator."
-    parser.add_argument("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help=batches)
     parser.add_argument(
-        "--out", type=str | None, metavar="FOLDER", help="Where to write table and trace."
+        "--out", type=str | None, metavar="FOLDER", help="Where to write table and page."
     )
     job = parse_job(parser, targets)
     folder = job.options.out
-    profiler = StepProfiler(
-        dirpath=folder,
-        filename=None if folder is None else "profile",
-        log_every_n_steps=max(1, job.options.steps // 20),
-        trace=job.options.trace,
-        print_table=False,
-    )
+    profiler = StepProfiler(log_every_n_steps=max(1, job.options.steps // 20), print_table=False)
     trainer = _fit(job, profiler)
     if trainer.is_global_zero:
         profiler.report().print()
+        if folder is not None:
+            file = Path(folder) / "profile.json"
+            file.write_text(profiler.report().to_json() + "\n", encoding="utf-8")
         sys.stdout.write(f"The table and the page report.html are in {folder or 'this folder'}.\n")
     return OK
 

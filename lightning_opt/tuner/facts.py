@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_opt.profiling.steps import step_phases as phases
+from lightning_opt.profiling.steps import phase_clock as phases
 from lightning_opt.profiling.steps.phase_clock import PhaseClock
 
 WAITING, FORWARD, BACKWARD = "waiting for data", "forward", "backward"

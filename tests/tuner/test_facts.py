@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_opt.profiling.durations import Durations
-from lightning_opt.profiling.steps import step_phases as phases
-from lightning_opt.profiling.steps.step_phases import Phases
+from lightning_opt.profiling.steps import phase_clock as phases
+from lightning_opt.profiling.steps.phase_clock import Phases
 from lightning_opt.tuner import facts as parts
 from lightning_opt.tuner.facts import seconds_by_group
 

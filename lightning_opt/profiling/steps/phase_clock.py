@@ -1,4 +1,4 @@
-"""Clocks that assign each moment to exactly one phase. The phases add up to the wall time."""
+"""The phases of a run, and clocks that assign each moment to exactly one phase."""
 
 from __future__ import annotations
 
@@ -6,18 +6,169 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_opt.profiling.durations import Durations, Work
-from lightning_opt.profiling.steps.step_phases import NOT_OF_A_STEP, PROFILER, WAITS, Phases
+from lightning_opt.trainer.lightning import is_overridden
 
-WINDOW_STEPS = 16
-"""Number of steps per window. The CUDA events of a window are read together."""
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
-MAX_WINDOWS = 8
-"""Maximum number of windows that wait for the device. Times of further windows are dropped."""
+NAMES = (
+    "data wait", "transfer", "forward", "loss", "forward and loss", "backward",
+    "gradient communication", "clipping", "optimizer step", "zeroing gradients", "LR scheduler",
+    "logging", "hooks of the module", "waiting for ranks", "Lightning's loop", "validation",
+    "checkpoint", "setup", "between epochs", "teardown", "profiler", "other",
+)  # fmt: skip
+(
+    DATA, TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
+    ZEROING, SCHEDULER, LOGGING, HOOKS, RANKS, LOOP, VALIDATION, CHECKPOINT, SETUP, BETWEEN,
+    TEARDOWN, PROFILER, OTHER,
+) = range(len(NAMES))  # fmt: skip
+
+CALLBACK = "callback "
+"""Prefix in the phase names of callbacks."""
+
+IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
+"""Actions that are not phases. The enclosing phase includes ``IGNORED``; others are special."""
+
+MAX_PHASES = 200
+"""Maximum number of phases. Further callbacks, regions and actions count as ``other``."""
+
+NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, BETWEEN, TEARDOWN, PROFILER, OTHER))
+"""Phases that are not part of a training step."""
+
+WAITS = frozenset((COMMUNICATION, RANKS))
+"""Phases in which a rank waits for other ranks."""
+
+_ON_DEVICE = frozenset(
+    (TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
+     ZEROING, HOOKS, VALIDATION)
+)  # fmt: skip
+_OWN_HOOKS = {
+    "optimizer_step": OPTIMIZER,
+    "optimizer_zero_grad": ZEROING,
+    "configure_gradient_clipping": CLIPPING,
+    "lr_scheduler_step": SCHEDULER,
+    "on_before_batch_transfer": TRANSFER,
+    "transfer_batch_to_device": IGNORED,  # within the strategy's `batch_to_device`
+    "on_after_batch_transfer": IGNORED,
+    "on_validation_model_zero_grad": VALIDATION,
+    "on_validation_model_eval": VALIDATION,
+    "on_validation_model_train": VALIDATION,
+    "on_save_checkpoint": CHECKPOINT,
+    "on_load_checkpoint": CHECKPOINT,
+    "prepare_data": SETUP,
+    "setup": SETUP,
+    "configure_model": SETUP,
+    "configure_optimizers": SETUP,
+    "train_dataloader": SETUP,
+    "val_dataloader": SETUP,
+}
+_GRADIENT_HOOKS = frozenset(
+    ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
+)
+_EVALUATION = ("validation_step", "test_step", "predict_step")
+
+
+class Phases:
+    """All phases by number: fixed ones first, then callbacks, regions and the user's own actions.
+
+    Attributes:
+        names: The name of each phase.
+        on_device: Whether each phase runs on the device.
+        level: The level of each phase. It is compared with the ``cap`` of the enclosing phase.
+        cap: A phase absorbs the phases inside it whose level is lower than its cap.
+    """
+
+    def __init__(self) -> None:
+        self.names = list(NAMES)
+        self.on_device = [phase in _ON_DEVICE for phase in range(len(NAMES))]
+        self.level = [{CHECKPOINT: 2, PROFILER: 3}.get(phase, 0) for phase in range(len(NAMES))]
+        self.cap = [
+            {VALIDATION: 1, CHECKPOINT: 2, PROFILER: 3}.get(phase, 0) for phase in range(len(NAMES))
+        ]
+        self._numbers = {name: number for number, name in enumerate(NAMES)}
+
+    def number(self, name: str, on_device: bool) -> int:
+        found = self._numbers.get(name)
+        if found is None:
+            if len(self.names) >= MAX_PHASES:
+                return OTHER
+            found = self._numbers[name] = len(self.names)
+            self.names.append(name)
+            self.on_device.append(on_device)
+            self.level.append(1)
+            self.cap.append(1)  # a forward pass inside a region counts for the region
+        elif on_device:
+            self.on_device[found] = True
+        return found
+
+    def of(self, action: str, trainer: pl.Trainer) -> int:
+        """Return the phase of a Lightning action, or a special number such as ``EPOCH``.
+
+        Args:
+            action: Its name, such as ``"[Callback]EarlyStopping{...}.on_fit_start"``.
+            trainer: The Trainer. Hooks that its modules and callbacks do not override are
+                ``IGNORED``.
+        """
+        fixed = {
+            "run_training_epoch": EPOCH,
+            "run_training_batch": BATCH,
+            "save_checkpoint": CHECKPOINT,
+            "optimizer_step": OPTIMIZER,
+        }
+        if action in fixed:
+            return fixed[action]
+        owner, _, rest = action.partition("]")
+        if not owner.startswith("[") or "." not in rest:
+            return self.number(action, on_device=True)  # `trainer.profiler.profile("my part")`
+        name, _, hook = rest.rpartition(".")
+        training = trainer.state.fn == "fit"
+        if owner == "[Strategy":
+            return self._of_strategy(hook, training)
+        if owner == "[Callback":
+            return self._of_callback(name, hook, trainer)
+        if owner in ("[LightningModule", "[LightningDataModule"):
+            return _of_module(owner, hook, trainer)
+        if hook == "train_dataloader_next":
+            return FETCH
+        if hook.endswith("_next"):
+            return VALIDATION if training else DATA
+        return IGNORED
+
+    @staticmethod
+    def _of_strategy(hook: str, training: bool) -> int:
+        known = {"training_step": STEP, "batch_to_device": TRANSFER, "on_train_end": TRAIN_END}
+        if hook in _EVALUATION:
+            return VALIDATION if training else FORWARD
+        return known.get(hook, IGNORED)  # `EpochHooks` times the backward pass
+
+    def _of_callback(self, key: str, hook: str, trainer: pl.Trainer) -> int:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        owner = next((callback for callback in callbacks if callback.state_key == key), None)
+        if owner is not None and not is_overridden(hook, owner):
+            return IGNORED
+        if hook in ("on_save_checkpoint", "on_load_checkpoint"):
+            return CHECKPOINT
+        return self.number(f"{CALLBACK}{key.partition('{')[0]}", hook in _GRADIENT_HOOKS)
+
+
+def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
+    phase = _OWN_HOOKS.get(hook, HOOKS)
+    if phase == VALIDATION and trainer.state.fn != "fit":
+        return IGNORED
+    if phase not in (HOOKS, CLIPPING, TRANSFER):
+        return phase
+    if phase == CLIPPING and trainer.gradient_clip_val:
+        return phase
+    owner_object: Any = (
+        trainer.lightning_module if owner == "[LightningModule" else trainer.datamodule  # type: ignore[attr-defined]
+    )
+    return phase if is_overridden(hook, owner_object) else IGNORED
+
 
 HOST = -1
 """Pseudo-phase: the device is in no phase, because the current phase runs only on the host."""
@@ -28,9 +179,10 @@ _END_OF_STEP = -2
 class DeviceClock:
     """Times phases on a CUDA device without making the host wait.
 
-    It records an event at each change of phase. A window of steps is read once the device has
-    passed the window's last event. The time between two events counts for the phase of the first
-    event, even if the device is idle for part of it.
+    It records an event at each change of phase. At the end of each step, it reads the events that
+    the device has passed. The time between two events counts for the phase of the first event, even
+    if the device is idle for part of it. CUDA limits the number of events that wait to be read: the
+    host waits when the device's queue is full.
 
     Args:
         device: The CUDA device.
@@ -39,79 +191,65 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.durations: dict[int, Durations] = {}
-        self.dropped = 0
-        self._free: list[Any] = []
-        self._marks: list[tuple[Any, int]] = []
-        self._windows: deque[list[tuple[Any, int]]] = deque()
-        self._steps = self._step_start = 0
+        self._unread: deque[tuple[Any, int]] = deque()
+        self._last_read: tuple[Any, int] | None = None
+        self._unused_events: list[Any] = []
         self._phase = HOST
         self._seconds: dict[int, float] = {}
-        self.mark(HOST, force=True)
+        self._record_event()
 
-    def mark(self, phase: int, force: bool = False) -> None:
+    def mark(self, phase: int) -> None:
         """Assign the work queued from now on to ``phase``. ``HOST`` means no phase."""
-        if phase == self._phase and not force:
-            return
-        self._phase = phase
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        if phase != self._phase:
+            self._phase = phase
+            self._record_event()
+
+    def _record_event(self) -> None:
+        unused = self._unused_events
+        event = unused.pop() if unused else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((event, phase))
+        self._unread.append((event, self._phase))
 
     def move(self, source: int, target: int) -> None:
-        for place in range(self._step_start, len(self._marks)):
-            event, phase = self._marks[place]
+        """Assign the current step's time in phase ``source`` to phase ``target``."""
+        for place in reversed(range(len(self._unread))):
+            event, phase = self._unread[place]
+            if phase == _END_OF_STEP:
+                return
             if phase == source:
-                self._marks[place] = event, target
+                self._unread[place] = event, target
 
     def end_step(self) -> None:
-        """End a step. If it completes a window, read all windows that the device has passed."""
-        self._marks.append((None, _END_OF_STEP))
-        self._step_start = len(self._marks)
-        self._steps += 1
-        if self._steps % WINDOW_STEPS == 0:
-            self._end_window()
-            self._read()
-
-    def _end_window(self) -> None:
-        self.mark(self._phase, force=True)  # ends this window and starts the next one
-        last = self._marks[-1]
-        if len(self._windows) < MAX_WINDOWS:
-            self._windows.append(self._marks)
-        else:
-            self.dropped += WINDOW_STEPS
-            # Keep the first event: the previous window ends with it and is still unread.
-            self._free += [event for event, _ in self._marks[1:-1] if event is not None]
-        self._marks, self._step_start = [last], 1
-
-    def _read(self, wait: bool = False) -> None:
-        while self._windows:
-            last = self._windows[0][-1][0]
-            if wait:
-                last.synchronize()
-            elif not last.query():
-                return
-            self._add(self._windows.popleft())
-
-    def _add(self, window: list[tuple[Any, int]]) -> None:
-        before, running = window[0]
-        for event, phase in window[1:]:
+        """End a step, and read all events that the device has passed."""
+        self._unread.append((None, _END_OF_STEP))
+        while self._unread:
+            event, phase = self._unread[0]
             if event is None:
                 for key, value in self._seconds.items():
                     self.durations.setdefault(key, Durations()).add(value)
                 self._seconds = {}
-                continue
+            elif event.query():
+                self._end_interval(event, phase)
+            else:
+                return
+            self._unread.popleft()
+
+    def _end_interval(self, event: Any, phase: int) -> None:
+        """Add the time from the last event to this one."""
+        if self._last_read is not None:
+            before, running = self._last_read
             passed = before.elapsed_time(event) / 1e3
             if passed > 0:
                 self._seconds[running] = self._seconds.get(running, 0.0) + passed
-            self._free.append(before)
-            before, running = event, phase
+            self._unused_events.append(before)
+        self._last_read = event, phase
 
     def finish(self) -> None:
-        if self._marks:
-            self._marks.append((None, _END_OF_STEP))
-            self._end_window()
-        self._read(wait=True)
-        self._free, self._marks = [], []
+        """Wait for the device and read all events."""
+        self._record_event()
+        self._unread[-1][0].synchronize()
+        self.end_step()
+        self._unused_events = []
 
 
 class PhaseClock:
@@ -149,7 +287,7 @@ class PhaseClock:
 
     def enter(self, phase: int, key: Any) -> None:
         """Enter a phase. Call :meth:`leave` with the same ``key`` to leave it."""
-        self._charge()
+        self._add_elapsed()
         current, phases = self.phase, self.phases
         self._stack.append((current, key))
         if phase != current and phases.level[phase] >= phases.cap[current]:
@@ -162,7 +300,7 @@ class PhaseClock:
         stack = self._stack
         if not stack or (stack[-1][1] != key and all(entry[1] != key for entry in stack)):
             return  # the phase was entered before this clock started
-        self._charge()
+        self._add_elapsed()
         before, found = stack.pop()
         while found != key:
             before, found = stack.pop()
@@ -186,18 +324,18 @@ class PhaseClock:
 
     def set_default_phase(self, phase: int) -> None:
         """Set the phase for time outside all other phases. Call it only while no phase is open."""
-        self._charge()
+        self._add_elapsed()
         self.phase = phase
 
     def move(self, source: int, target: int) -> None:
         """Assign the current step's time in phase ``source`` to phase ``target``."""
-        self._charge()
+        self._add_elapsed()
         self._seconds[target] += self._seconds[source]
         self._seconds[source] = 0.0
         if self.device is not None:
             self.device.move(source, target)
 
-    def _charge(self) -> None:
+    def _add_elapsed(self) -> None:
         now = perf_counter()
         self._seconds[self.phase] += now - self._since
         self._since = now
@@ -213,7 +351,7 @@ class PhaseClock:
         Returns:
             The number of steps in ``work`` since the last :meth:`end_window`.
         """
-        self._charge()
+        self._add_elapsed()
         counted = trained and not self._seconds[PROFILER]
         total = waits = 0.0
         for phase, value in enumerate(self._seconds):

@@ -8,8 +8,13 @@ from typing import Any
 from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.durations import Durations, Work
 from lightning_opt.profiling.flops import Flops
-from lightning_opt.profiling.steps.phase_clock import HOST, PhaseClock
-from lightning_opt.profiling.steps.step_phases import CALLBACK, NOT_OF_A_STEP, OTHER
+from lightning_opt.profiling.steps.phase_clock import (
+    CALLBACK,
+    HOST,
+    NOT_OF_A_STEP,
+    OTHER,
+    PhaseClock,
+)
 
 
 @dataclass
@@ -145,8 +150,6 @@ class Measures:
                 "Times are host times; the host runs ahead of the device. 'device ms' is the mean "
                 "per step, from CUDA events."
             )
-            if self.clock.device.dropped:
-                notes.append(f"{self.clock.device.dropped} steps have no device times.")
         return [*notes, *self.notes]
 
     def _throughput(self) -> list[str]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from lightning_opt.core.arguments import check_at_least, check_positive
@@ -14,9 +11,9 @@ from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.profiling.flops import matmul_dtype, peak_flops
+from lightning_opt.profiling.steps.phase_clock import COMMUNICATION, DATA, NAMES
 from lightning_opt.profiling.steps.step_measures import Measures
-from lightning_opt.profiling.steps.step_phases import COMMUNICATION, DATA, NAMES
-from lightning_opt.profiling.steps.step_run import StepRun, Trace
+from lightning_opt.profiling.steps.step_run import StepRun
 from lightning_opt.trainer.lightning import BaseProfiler
 
 DATA_BOUND, COMMUNICATION_BOUND = 0.2, 0.3
@@ -47,8 +44,6 @@ class StepProfiler(BaseProfiler):
     ============================== =============================================================
 
     Args:
-        dirpath: Folder for files; by default the logger's folder.
-        filename: Write ``<filename>.md`` and ``.json`` at the end of each run; by default no files.
         log_every_n_steps: Batches between two reports to the logger; 0 for none.
         tokens: Count tokens too. Either the key of the token tensor in batches that are dicts, or
             the number of tokens per sample.
@@ -56,8 +51,6 @@ class StepProfiler(BaseProfiler):
             excluded from the phases.
         peak_flops: The device's peak FLOPs per second in the run's precision. By default the
             manufacturer's figure is used, if known.
-        trace: The first and the last batch, from 0, that ``torch.profiler`` records to
-            ``trace_<first>_<last>.json`` on rank 0. It ends with its epoch at the latest.
         print_table: Print the table at the end of a run.
 
     Raises:
@@ -72,13 +65,10 @@ class StepProfiler(BaseProfiler):
 
     def __init__(
         self,
-        dirpath: str | Path | None = None,
-        filename: str | None = None,
         log_every_n_steps: int = 100,
         tokens: int | str | None = None,
         flops: bool = True,
         peak_flops: float | None = None,
-        trace: Sequence[int] | None = None,
         print_table: bool = True,
     ) -> None:
         self._run: StepRun | None = None  # set before checks: `Profiler.__del__` reads these three
@@ -88,10 +78,8 @@ class StepProfiler(BaseProfiler):
         self.tokens = check_tokens(tokens)
         self.flops = flops
         self.peak_flops = None if peak_flops is None else check_positive("peak_flops", peak_flops)
-        self.trace = _check_trace(trace)
         self.print_table = print_table
-        super().__init__(dirpath=dirpath, filename=filename)
-        self._given_dirpath = dirpath
+        super().__init__()
         self._runs: dict[str, Measures] = {}
         self._last: Measures | None = None
 
@@ -100,16 +88,12 @@ class StepProfiler(BaseProfiler):
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Start measuring. The Trainer calls this at the start of a run."""
         self._end_run()
-        self.dirpath = self._given_dirpath
         super().setup(stage, local_rank, log_dir)
         module = getattr(self, "_lightning_module", None)
         if module is None:
             return
         trainer, stage = module.trainer, str(getattr(stage, "value", stage))
-        trace = None
-        if self.trace is not None and stage == "fit" and trainer.is_global_zero:
-            trace = Trace(*self.trace, Path(self.dirpath or "."))
-        self._run = StepRun(stage, trainer, self, trace)
+        self._run = StepRun(stage, trainer, self)
         self._last = self._runs[stage] = measures = self._run.measures
         root, dtype = trainer.strategy.root_device, matmul_dtype(str(trainer.precision))
         measures.peak = self.peak_flops or peak_flops(root, dtype)
@@ -125,26 +109,14 @@ class StepProfiler(BaseProfiler):
             self._run.stop(action_name)
 
     def describe(self) -> None:
-        """End the run; rank 0 prints the table and writes the files."""
+        """End the run; rank 0 prints the table."""
         run, self._run = self._run, None
         if run is None:
             return
         trainer, measures = run.trainer, run.finish()
-        if trainer.is_global_zero:
-            report = measures.report()
-            if self.print_table:
-                report.print()
-            if self.filename:
-                self._write(report, measures.stage)
+        if trainer.is_global_zero and self.print_table:
+            measures.report().print()
         self.teardown(stage=self._stage)
-
-    def _write(self, report: Report, stage: str) -> None:
-        folder, stem = Path(self.dirpath or "."), str(self.filename)
-        if stage != "fit":
-            stem += f"_{stage}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{stem}.md").write_text(report.to_markdown() + "\n")
-        (folder / f"{stem}.json").write_text(report.to_json() + "\n")
 
     def teardown(self, stage: str | None) -> None:
         """Remove all hooks from the model and the Trainer."""
@@ -254,18 +226,3 @@ class StepProfiler(BaseProfiler):
     def summary(self) -> str:
         """Return the table as text; empty before any run."""
         return "" if self._last is None else str(self._last.report())
-
-
-def _check_trace(trace: Any) -> tuple[int, int] | None:
-    if trace is None:
-        return None
-    try:
-        first, last = map(operator.index, trace)
-    except (TypeError, ValueError):
-        first, last = 0, -1
-    if not 0 <= first <= last:
-        raise ValueError(
-            "trace must be the numbers of two batches such as [10, 12], the later one last, got "
-            f"{trace!r}."
-        )
-    return first, last

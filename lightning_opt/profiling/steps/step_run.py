@@ -1,52 +1,31 @@
-"""One run under StepProfiler, from the Trainer's first action to its last."""
+"""One run under StepProfiler: the hooks on the model, and the phase of each of its actions."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.batches import samples_in, tokens_in
+from lightning_opt.core.modules.compiling import has_compiled_parts, hooks_are_compiled
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
-from lightning_opt.profiling.steps import step_phases as phases
-from lightning_opt.profiling.steps.hooks import EpochHooks
+from lightning_opt.profiling.steps import phase_clock as phases
 from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
 from lightning_opt.profiling.steps.step_measures import Measures, Ranks
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 MAX_ACTIONS = 2000
 """Maximum number of action names kept. Without a limit, ever-changing names would fill memory."""
-
-
-class Trace:
-    """Records batches ``first`` to ``last`` with `torch.profiler`, for Perfetto or TensorBoard."""
-
-    def __init__(self, first: int, last: int, folder: Path) -> None:
-        self.first, self.last = first, last
-        self._path = folder / f"trace_{first}_{last}.json"
-        self._profile: Any = None
-
-    @property
-    def running(self) -> bool:
-        return self._profile is not None
-
-    def start(self) -> None:
-        self._profile = torch.profiler.profile()
-        self._profile.start()
-
-    def stop(self) -> None:
-        """Stop recording and write the file. Does nothing if no recording is active."""
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return
-        profile.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self._path))
 
 
 class StepRun:
@@ -56,20 +35,19 @@ class StepRun:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         trainer: The Trainer.
         settings: The ``StepProfiler``. Its attributes are the settings.
-        trace: Records some batches with ``torch.profiler``.
     """
 
-    def __init__(self, stage: str, trainer: Any, settings: Any, trace: Trace | None = None) -> None:
+    def __init__(self, stage: str, trainer: Any, settings: Any) -> None:
         self.trainer = trainer
         root = trainer.strategy.root_device
         device = DeviceClock(root) if root.type == "cuda" else None
         self.clock = PhaseClock(phases.Phases(), phases.SETUP, device)
         self.measures = Measures(stage, self.clock, world_size=trainer.world_size)
-        self._settings, self._trace = settings, trace
+        self._settings = settings
         self._thread = threading.get_ident()
         self._phase_of: dict[str, int] = {}
         self._hooks: EpochHooks | None = None
-        self._counter: FlopCount | None = None
+        self._flop_count: FlopCount | None = None
         self._step_open = False
         self._epoch_depth = 0
 
@@ -82,7 +60,7 @@ class StepRun:
         if phase >= 0:
             self.clock.enter(phase, action)
         elif phase != phases.IGNORED:
-            self._start_special(phase, action)
+            self._start_loop_action(phase, action)
 
     def stop(self, action: str) -> None:
         phase = self._phase_of.get(action)
@@ -91,7 +69,7 @@ class StepRun:
         if phase >= 0:
             self.clock.leave(action)
         else:
-            self._stop_special(phase, action)
+            self._stop_loop_action(phase, action)
 
     def _resolve(self, action: str) -> int:
         if len(self._phase_of) >= MAX_ACTIONS:
@@ -102,7 +80,7 @@ class StepRun:
             self.clock.set_default_phase(phases.LOOP)
         return phase
 
-    def _start_special(self, phase: int, action: str) -> None:
+    def _start_loop_action(self, phase: int, action: str) -> None:
         clock, hooks = self.clock, self._hooks
         if phase == phases.STEP:
             if hooks is not None:
@@ -125,7 +103,7 @@ class StepRun:
             self._epoch_depth = clock.depth
             self._hooks = EpochHooks(clock, self.trainer, self._settings.tokens)
 
-    def _stop_special(self, phase: int, action: str) -> None:
+    def _stop_loop_action(self, phase: int, action: str) -> None:
         if phase == phases.BATCH:
             self._stop_counting()
         elif phase == phases.EPOCH:
@@ -138,9 +116,6 @@ class StepRun:
 
     def _start_batch(self, action: str) -> None:
         measures, self._step_open = self.measures, True
-        if self._trace is not None and measures.batches == self._trace.first:
-            with self.clock.within(phases.PROFILER):
-                self._trace.start()
         measures.batches += 1
         counting = self._settings.flops and measures.batches == 1
         # If a compiled model first runs under a FLOP counter, torch never compiles it.
@@ -149,11 +124,11 @@ class StepRun:
             counting = False
         self.clock.enter(phases.PROFILER if counting else phases.LOOP, action)
         if counting:
-            self._counter = FlopCount()
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+            self._flop_count = FlopCount()
+            self._flop_count.__enter__()  # type: ignore[no-untyped-call]
 
     def _stop_counting(self) -> None:
-        counter, self._counter = self._counter, None
+        counter, self._flop_count = self._flop_count, None
         if counter is None:
             return
         counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -165,15 +140,12 @@ class StepRun:
             measures.notes.append(f"The FLOPs of {operator} could not be counted ({reason}).")
 
     def _end_step(self) -> None:
-        clock, measures, hooks = self.clock, self.measures, self._hooks
+        clock, hooks = self.clock, self._hooks
         self._step_open = False
         if hooks is not None and hooks.separates_forward:
             if not hooks.saw_forward:
                 clock.move(phases.LOSS, phases.FORWARD_AND_LOSS)
             hooks.saw_forward = False
-        if self._trace is not None and measures.batches - 1 == self._trace.last:
-            with clock.within(phases.PROFILER):
-                self._trace.stop()
         samples, tokens = (0, 0) if hooks is None else (hooks.samples, hooks.tokens)
         if clock.end_step(True, samples, tokens) >= self._settings.log_every_n_steps > 0:
             self._log()
@@ -181,18 +153,10 @@ class StepRun:
     # --- the end of epochs and of the run -------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """End the open step, and remove all hooks, the FLOP counter and the trace.
-
-        This also runs after an exception.
-        """
+        """End the open step, and remove the FLOP counter and all hooks; after an exception too."""
         self._stop_counting()
-        try:
-            if self._trace is not None and self._trace.running:
-                with self.clock.within(phases.PROFILER):
-                    self._trace.stop()
-        finally:
-            if self._hooks is not None:
-                self._hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         if self._step_open:
             self._end_step()
         self._hooks = None
@@ -202,10 +166,10 @@ class StepRun:
         if self.clock.depth == 0:
             self.clock.set_default_phase(phases.TEARDOWN)
         measures.optimizer_steps = trainer.global_step
-        self._compare_ranks()
+        self._gather_busy_seconds()
         self._log()
 
-    def _compare_ranks(self) -> None:
+    def _gather_busy_seconds(self) -> None:
         if self.measures.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
         busy = self.clock.busy / max(1, self.clock.work.steps.count)
@@ -256,3 +220,161 @@ class StepRun:
             if bytes_moved and phase != phases.OTHER:  # OTHER: there are too many phases
                 totals = self.measures.bytes
                 totals[name] = totals.get(name, 0.0) + bytes_moved
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+class EpochHooks:
+    """Hooks on the model and the Trainer's parts during one epoch.
+
+    The hooks are always removed. The end of an epoch is the only end that Lightning reports to
+    profilers even after an exception.
+
+    Args:
+        clock: The clock to control.
+        trainer: The Trainer.
+        tokens: Tokens per sample, or the batch's key of the token tensor. None: do not count.
+
+    Attributes:
+        samples: Number of samples in the last training batch that was moved to the device.
+        tokens: Number of tokens in that batch.
+        separates_forward: Whether the forward pass can be separated from the rest of
+            ``training_step``.
+        saw_forward: Each forward pass sets this to True.
+    """
+
+    def __init__(self, clock: PhaseClock, trainer: pl.Trainer, tokens: int | str | None) -> None:
+        self.clock, self._trainer, self._tokens = clock, trainer, tokens
+        self._module = trainer.lightning_module
+        # The LightningModule and its direct child modules, except losses and metrics.
+        modules = [self._module, *_children(self._module)]
+        self.separates_forward = not any(map(hooks_are_compiled, modules))
+        self.saw_forward = False
+        self.samples = self.tokens = 0
+        self._open: nn.Module | None = None
+        with ExitStack() as stack:
+            self._attach(stack, modules if self.separates_forward else [])
+            self.remove = stack.pop_all().close
+            """Remove all hooks."""
+
+    def _attach(self, stack: ExitStack, modules: list[nn.Module]) -> None:
+        trainer = self._trainer
+        loop = trainer.fit_loop.epoch_loop
+
+        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+            inner = getattr(owner, name, None)
+            if inner is not None:  # not all versions of Lightning have it
+                wrapped = functools.wraps(inner)(functools.partial(around, inner))
+                stack.enter_context(replaced(owner, **{name: wrapped}))
+
+        wrap(loop, "on_run_start", self._timed(phases.DATA))  # starts the workers of the loader
+        wrap(loop.val_loop, "run", self._timed(phases.VALIDATION))
+        for logger in trainer.loggers:
+            wrap(logger, "log_metrics", self._timed(phases.LOGGING))
+        if trainer.world_size > 1:
+            wrap(loop, "_broadcast_sigterm_tensor", self._timed(phases.RANKS))
+        wrap(trainer.strategy, "batch_to_device", self._batch_to_device)
+        wrap(trainer.precision_plugin, "backward", self._backward)
+        enter, leave = _Hook(self._enter_forward), _Hook(self._leave_forward)
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+
+    def _timed(self, phase: int) -> Callable[..., Any]:
+        def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.clock.within(phase):
+                return inner(*args, **kwargs)
+
+        return around
+
+    def _batch_to_device(
+        self, inner: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._trainer.training:
+            self.samples = samples_in(batch, default=1)
+            if self._tokens is not None:
+                self.tokens = tokens_in(batch, self._tokens, "StepProfiler")
+        return inner(batch, *args, **kwargs)
+
+    # --- forward and loss -----------------------------------------------------------------------
+
+    def start_training_step(self) -> None:
+        self._open = None
+
+    def _enter_forward(self, module: nn.Module, *_: Any) -> None:
+        if self.clock.phase == phases.LOSS:
+            if module is self._module and _calls_training_step(module):
+                return
+            self._open = module
+            self.clock.enter(phases.FORWARD, self)
+            self.saw_forward = True
+
+    def _leave_forward(self, module: nn.Module, *_: Any) -> None:
+        if module is self._open:
+            self._open = None
+            self.clock.leave(self)
+
+    # --- backward and the wait for gradients ----------------------------------------------------
+
+    def _backward(
+        self, inner: Callable[..., Any], loss: Any, model: Any, optimizer: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        with self.clock.within(phases.BACKWARD), ExitStack() as stack:
+            if self._reduces_gradients() and isinstance(loss, Tensor) and loss.requires_grad:
+                stack.callback(loss.register_hook(self._queue_communication).remove)
+            return inner(loss, model, optimizer, *args, **kwargs)
+
+    def _reduces_gradients(self) -> bool:
+        if self._trainer.world_size == 1:
+            return False
+        return bool(getattr(self._trainer.strategy.model, "require_backward_grad_sync", True))
+
+    def _queue_communication(self, gradient: Tensor) -> None:
+        # Autograd runs queued callbacks in order, after all gradients are computed. DDP and FSDP
+        # queue theirs later. Those wait for communication, so this one starts the phase.
+        torch.autograd.Variable._execution_engine.queue_callback(self._enter_communication)
+
+    def _enter_communication(self) -> None:
+        self.clock.enter(phases.COMMUNICATION, self)
+
+
+class _Hook:
+    """A module hook whose copies do nothing."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> Any:  # for copy.deepcopy too
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:  # a list or a dict of modules
+            yield from _children(child)
+        elif not _is_loss_or_metric(name, child):
+            yield child
+
+
+def _is_loss_or_metric(name: str, module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.loss._Loss):
+        return True
+    if any(base.__module__.startswith("torchmetrics") for base in type(module).__mro__):
+        return True
+    words = f"{name} {type(module).__name__}".lower()
+    return "loss" in words or "criterion" in words
+
+
+def _calls_training_step(module: nn.Module) -> bool:
+    """Return whether ``forward`` is redirected to ``training_step``, as DDP and others do."""
+    name = getattr(module.forward, "__qualname__", "")
+    return name.startswith("_ForwardRedirection.")

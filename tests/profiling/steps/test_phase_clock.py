@@ -13,13 +13,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.steps import phase_clock
-from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
-from lightning_opt.profiling.steps.step_phases import (
+from lightning_opt.profiling.steps.phase_clock import (
     BACKWARD,
     CHECKPOINT,
     DATA,
     FORWARD,
     FORWARD_AND_LOSS,
+    HOST,
     IGNORED,
     LOOP,
     LOSS,
@@ -29,6 +29,8 @@ from lightning_opt.profiling.steps.step_phases import (
     PROFILER,
     SETUP,
     VALIDATION,
+    DeviceClock,
+    PhaseClock,
     Phases,
 )
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
@@ -274,27 +276,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made_up
 
 
-@pytest.mark.parametrize("behind", [0, 40, 10_000])
+@pytest.mark.parametrize("behind", [0, 40])
 def test_device_times_are_read_without_waiting(device, behind):
-    """For any delay of the device; far behind, steps are dropped and counted."""
+    """For a device that is some steps behind the host."""
     clock = DeviceClock(torch.device("cuda"))
     ends: list[float] = []
     for step in range(400):
-        for phase, seconds in ((FORWARD, 1.0), (BACKWARD, 2.0 + step % 2), (-1, 0.25)):
+        for phase, seconds in ((FORWARD, 1.0), (BACKWARD, 2.0 + step % 2), (HOST, 0.25)):
             clock.mark(phase)
             device.work(seconds)
         ends.append(device.queued)
         device.done = ends[step - behind] if step >= behind else 0.0
         clock.end_step()
     assert device.waits == 0
-    assert device.events < 1500  # they are used again; at most what the windows hold
+    assert device.events < 3 * (behind + 3), "events are used again"
     clock.finish()
-    kept = clock.durations[FORWARD].count
-    assert kept + clock.dropped == pytest.approx(400, abs=16)
-    assert (clock.dropped > 0) == (behind == 10_000)
-    assert clock.durations[FORWARD].mean == pytest.approx(1.0)
-    assert clock.durations[BACKWARD].mean == pytest.approx(2.5)
-    assert clock.durations[-1].mean == pytest.approx(0.25, rel=0.05)
+    for phase, mean in ((FORWARD, 1.0), (BACKWARD, 2.5), (HOST, 0.25)):
+        assert clock.durations[phase].count == 400
+        assert clock.durations[phase].mean == pytest.approx(mean, rel=0.001)
 
 
 def test_device_phases_follow_the_host_s_phases(device, passing):
@@ -318,7 +317,7 @@ def test_device_phases_follow_the_host_s_phases(device, passing):
     assert LOSS not in durations
     assert durations[FORWARD_AND_LOSS].mean == pytest.approx(1.0)
     assert durations[OPTIMIZER].mean == pytest.approx(2.0)
-    assert durations[-1].mean == pytest.approx(0.5, rel=0.03)
+    assert durations[HOST].mean == pytest.approx(0.5, rel=0.03)
     assert OTHER not in durations
 
 
@@ -328,7 +327,7 @@ def test_device_time_on_a_gpu():
     for _ in range(40):
         clock.mark(FORWARD)
         torch.cuda._sleep(20_000_000)
-        clock.mark(-1)
+        clock.mark(HOST)
         clock.end_step()
     clock.finish()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
