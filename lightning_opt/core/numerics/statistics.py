@@ -58,30 +58,30 @@ class Window:
             state["values"] = torch.where(valid, shifted, state["values"])
             state["count"] = state["count"] + valid
         elif 0.0 < value < math.inf:
-            values, count = self._on_host(state), int(state["count"])
+            self.place(state, value)
             if self.size is None:
-                bisect.insort(values, value)  # quantiles need sorted values
-            elif len(values) < self.size:
-                values.append(value)
+                bisect.insort(state["values"], value)  # quantiles need sorted values
             else:
-                values[count % self.size] = value
-            state["count"] = state["pushed"] = count + 1
+                state["values"] = [*state["values"][1 - self.size :], value]
+            state["count"] = state["pushed"] = state["count"] + 1
 
     def place(self, state: State, like: Scalar) -> None:
-        """Move the state to the device of ``like``; do nothing if ``like`` is a float.
+        """Move the state to where ``like`` is: to its device, or to the host for a float.
 
-        On the device the values are ordered from old to new, after NaN in unused places.
-        :meth:`update` calls this too. Call it before reading a statistic from a resumed state.
+        The values are ordered from old to new, on a device after NaN in unused places. On the host
+        they are sorted if ``size`` is None. :meth:`update` calls this too. Call it before reading a
+        statistic from a resumed state.
         """
-        if not isinstance(like, Tensor):
-            return
         values, count = state["values"], state["count"]
+        if not isinstance(like, Tensor):
+            if isinstance(values, Tensor):  # only once, after a run on a device
+                values = values[~values.isnan()].tolist()
+                state["values"] = sorted(values) if self.size is None else values
+                state["count"] = int(count)
+            return
         length = self.size or max(64, 1 << (state["pushed"] - 1).bit_length())
         if not isinstance(values, Tensor) or values.device != like.device:
-            # Only at the start of a new or resumed run: copy from the host.
-            if isinstance(values, list) and self.size and count > self.size:
-                values = values[count % self.size :] + values[: count % self.size]
-            values = constant(values, like.device)
+            values = constant(values, like.device)  # only at the start of a new or resumed run
         if len(values) < length:
             values = torch.cat([values.new_full((length - len(values),), math.nan), values])
         state["values"] = values
@@ -91,43 +91,34 @@ class Window:
     def mean_plus_std(self, state: State, k: float) -> Scalar:
         """Return the mean plus ``k`` population standard deviations; 0 for an empty window."""
         values = state["values"]
-        if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
+        if isinstance(values, Tensor):
             n = state["count"].clamp(1, self.size)
             mean = values.nansum() / n
             away = torch.linalg.vector_norm((values - mean).nan_to_num(0.0))
             return torch.addcdiv(mean, away, n.sqrt(), value=k)
-        numbers = self._on_host(state)
-        if not numbers:
+        if not values:
             return 0.0
-        center = math.fsum(numbers) / len(numbers)
+        center = math.fsum(values) / len(values)
         # `hypot` does not overflow where squares would.
-        return center + k * math.hypot(*[x - center for x in numbers]) / math.sqrt(len(numbers))
+        return center + k * math.hypot(*[x - center for x in values]) / math.sqrt(len(values))
 
     def quantile(self, state: State, q: float) -> Scalar:
         """Return the ``q``-quantile, interpolated linearly; infinity for an empty window."""
         values = state["values"]
-        if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
+        if isinstance(values, Tensor):
             ordered = values.sort().values  # NaN comes last
             # The count is float64. An integer tensor times a float would become float32.
             position = (state["count"].clamp(1, self.size) - 1) * q
             low = position.floor()
             pair = ordered[torch.stack([low, position.ceil()]).long()]
             return torch.lerp(pair[0], pair[1], position - low).nan_to_num(math.inf, math.inf)
-        numbers = self._on_host(state) if self.size is None else sorted(self._on_host(state))
-        if not numbers:
+        if not values:
             return math.inf
+        numbers = values if self.size is None else sorted(values)
         place = q * (len(numbers) - 1)
         below = math.floor(place)
         above = numbers[min(below + 1, len(numbers) - 1)]
         return float(numbers[below] + (above - numbers[below]) * (place - below))
-
-    def _on_host(self, state: State) -> list[float]:
-        """Return the values as a list. It is sorted if ``size`` is None."""
-        if isinstance(state["values"], Tensor):  # only once, after a run on a device
-            values = [value for value in state["values"].tolist() if not math.isnan(value)]
-            state["values"] = sorted(values) if self.size is None else values
-            state["count"] = len(values)
-        return state["values"]  # type: ignore[no-any-return]
 
 
 FAR = 1e15
@@ -150,13 +141,13 @@ class LogBand:
 
         mean     += weight * clamp(x - mean)
         variance  = keep * variance + square * clamp(x - mean)**2 + rough * clamp(x - previous)**2
-        level     = level_keep * level + level_weight * (x - level)
-        streak    = streak_keep * streak + streak_gain
+        level    += level_weight * (x - level)
 
-    :meth:`_by_count` and :meth:`_by_streak` return the coefficients. ``level`` is the average of
-    the last ``streak`` values, which were above the threshold. In the warm-up the variance is half
-    the mean square of the differences between neighbours (von Neumann's estimate), so a trend
-    hardly adds to it. The weight after ``n`` values is ``3 / (n + 3)``, at least ``1 - decay``.
+    :meth:`_weights` and :meth:`_next_streak` return the coefficients, for this class and for
+    :class:`DeviceBands`. ``level`` is the average of the last ``streak`` values, which were above
+    the threshold. In the warm-up the variance is half the mean square of the differences between
+    neighbours (von Neumann's estimate), so a trend hardly adds to it. The weight after ``n`` values
+    is ``3 / (n + 3)``, at least ``1 - decay``.
 
     Args:
         k: Standard deviations from the mean to the threshold, above 0.
@@ -191,34 +182,30 @@ class LogBand:
         settled = math.ceil(self.LEAD / max(1.0 - self.decay, 1e-4) - self.LEAD)
         self._last = max(self.warmup, settled)
 
-    def _by_count(self, n: int, case: int) -> tuple[float, float, float, float]:
-        """Return ``weight``, ``keep``, ``square`` and ``rough`` after ``n`` values."""
-        if case == MISSING:
-            return 0.0, 1.0, 0.0, 0.0
-        weight = max(1.0 - self.decay, self.LEAD / (n + self.LEAD))
-        if case == BEYOND:
+    def _weights(self, count: int, beyond: bool) -> tuple[float, float, float, float]:
+        """Return ``weight``, ``keep``, ``square`` and ``rough`` after ``count`` values."""
+        weight = max(1.0 - self.decay, self.LEAD / (count + self.LEAD))
+        if beyond:
             return weight, 1.0, 0.0, 0.0
-        if n >= self.warmup:
+        if count >= self.warmup:
             return weight, 1.0 - weight, weight * (1.0 - weight), 0.0
-        return weight, 1.0 - 1.0 / max(n, 1), 0.0, 0.5 / n if n else 0.0
+        return weight, 1.0 - 1.0 / max(count, 1), 0.0, 0.5 / count if count else 0.0
 
-    def _by_streak(self, n: int, case: int) -> tuple[float, float, float, float, bool]:
-        """Return the coefficients of ``level`` and ``streak``, and whether the mean jumps to it."""
-        if case == MISSING:
-            return 1.0, 0.0, 1.0, 0.0, False
-        if case == WITHIN or self.patience is None:
-            return 0.0, 0.0, 0.0, 0.0, False
-        ends = n + 1 == self.patience
-        return 1.0, 1.0 / (n + 1), float(not ends), float(not ends), ends
+    def _next_streak(self, streak: int, beyond: bool) -> tuple[float, int, bool]:
+        """Return ``level_weight``, the next streak, and whether the mean moves to the level."""
+        if not beyond or self.patience is None:
+            return 0.0, 0, False
+        ends = streak + 1 >= self.patience
+        return 1.0 / (streak + 1), 0 if ends else streak + 1, ends
 
-    def _floors(self, n: int) -> tuple[float, float]:
-        """Return two lower bounds of the deviation after ``n`` values.
+    def _least_deviations(self, count: int) -> tuple[float, float]:
+        """Return the lower bounds of the deviation after ``count`` values.
 
         The first one is for the threshold, the second one for clamping.
         """
-        if n >= self.warmup:
+        if count >= self.warmup:
             return self.min_std, self.min_std
-        return FAR, max(self.WARMUP_STD, self.min_std) if n else FAR
+        return FAR, max(self.WARMUP_STD, self.min_std) if count else FAR
 
     def init(self) -> State:
         """Return the state before any value: the matrix that :class:`DeviceBands` describes."""
@@ -238,25 +225,20 @@ class LogBand:
         (mean, _, count), (previous, var, _), (level, _, streak) = state["band"]
         n = min(int(count), self._last)
         std = math.sqrt(var)
-        threshold_floor, width_floor = self._floors(n)
-        limit = exp(mean + self.k * max(std, threshold_floor))
+        least, least_width = self._least_deviations(n)
+        limit = exp(mean + self.k * max(std, least))
         if not 0.0 < value < math.inf:
             return limit
-        case = BEYOND if value > limit else WITHIN
-        weight, keep, square, rough = self._by_count(n, case)
-        level_keep, level_weight, streak_keep, streak_gain, ends = self._by_streak(
-            int(streak), case
-        )
-        x, width = math.log(value), self.winsor * max(std, width_floor)
+        x, beyond, width = math.log(value), value > limit, self.winsor * max(std, least_width)
+        weight, keep, square, rough = self._weights(n, beyond)
+        level_weight, next_streak, ends = self._next_streak(int(streak), beyond)
         delta = min(max(x - mean, -width), width)
         jump = min(max(x - previous, -width), width)
-        mean += weight * delta
         var = keep * var + square * delta * delta + rough * jump * jump
-        level = level_keep * level + level_weight * (x - level)
-        streak = streak_keep * streak + streak_gain
-        if ends:
-            mean = level
-        state["band"] = [[mean, 0.0, count + 1.0], [x, var, count + 1.0], [level, 0.0, streak]]
+        level += level_weight * (x - level)
+        mean = level if ends else mean + weight * delta
+        n = min(n + 1, self._last)
+        state["band"] = [[mean, 0.0, n], [x, var, n], [level, 0.0, next_streak]]
         return limit
 
 
@@ -348,19 +330,18 @@ def _band_table(band: LogBand) -> Tensor:
     of the deviation for the next value.
     """
     table: list[list[list[list[float]]]] = [[], [], []]
-    for n in range(band._last + 1 + max(band.patience or 0, 1)):
-        for row in table:
-            row.append([])
-        for case in (MISSING, WITHIN, BEYOND):
-            own = min(n, band._last)
-            weight, keep, square, rough = band._by_count(own, case)
-            present = float(case != MISSING)
-            more = present if n < band._last else 0.0
-            floors = band._floors(own + int(present))
-            level_keep, level_weight, streak_keep, streak_gain, ends = band._by_streak(n, case)
-            mean = [1.0, 0.0, 1.0, weight, square, more, 0.0, *floors]
-            previous = [1.0, keep, 1.0, present, rough, more, 0.0, *floors]
-            level = [level_keep, 0.0, streak_keep, level_weight, 0.0, streak_gain, float(ends)]
-            for row, entry in zip(table, (mean, previous, [*level, 0.0, 0.0]), strict=True):
-                row[n].append(entry)
+    for n in range(max(band._last + 1, band.patience or 1)):
+        count = min(n, band._last)
+        floors, more = band._least_deviations(count + 1), float(n < band._last)
+        unchanged = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, *band._least_deviations(count)]
+        # The first row's share of the variance is of one value only.
+        cases = [[[1.0, 0.0, *unchanged[2:]]], [unchanged], [unchanged]]
+        for beyond in (False, True):
+            weight, keep, square, rough = band._weights(count, beyond)
+            level_weight, next_streak, ends = band._next_streak(n, beyond)
+            cases[0].append([1.0, 0.0, 1.0, weight, square, more, 0.0, *floors])
+            cases[1].append([1.0, keep, 1.0, 1.0, rough, more, 0.0, *floors])
+            cases[2].append([1.0, 0.0, 0.0, level_weight, 0.0, next_streak, ends, 0.0, 0.0])
+        for row, entries in zip(table, cases, strict=True):
+            row.append(entries)
     return torch.tensor(table, dtype=torch.float64)
