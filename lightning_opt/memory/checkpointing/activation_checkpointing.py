@@ -28,8 +28,7 @@ from lightning_opt.memory.checkpointing.batch_plan import (
     batch_shapes,
     plan_batch,
 )
-from lightning_opt.memory.checkpointing.forward import disable_caches
-from lightning_opt.memory.checkpointing.offloading import Offload
+from lightning_opt.memory.checkpointing.forward import Offload, disable_caches
 from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
     Plan,
@@ -208,9 +207,7 @@ class ActivationCheckpointing(RunCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the blocks and apply the policy; strategies have wrapped the model by now."""
         self.release(trainer)
-        check_not_checkpointed(pl_module)
-        if self.needs_operators:
-            check_not_compiled(pl_module, f"ActivationCheckpointing({self.needs_operators})")
+        self._check_modules(pl_module)
         self.blocks = self._find_blocks(pl_module)
         self._is_logged = False
         if self.policy != "none":
@@ -327,6 +324,24 @@ class ActivationCheckpointing(RunCallback):
         self._offload = None
         self._applied.undo()
 
+    def _check_modules(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            name = name or type(model).__name__
+            if is_checkpointed(module):
+                raise ValueError(
+                    f"{name} is checkpointed already, and would be recomputed twice. Disable the "
+                    "other checkpointing (gradient_checkpointing_disable() in Transformers, "
+                    "torch's checkpoint_wrapper, a second ActivationCheckpointing), or remove "
+                    "this callback."
+                )
+            if self.needs_operators and is_compiled(module):
+                raise ValueError(
+                    f"ActivationCheckpointing({self.needs_operators}) needs to see individual "
+                    f"operators, and {name} is compiled. With torch.compile, use policy "
+                    "'every_layer' or 'custom' without offload, or "
+                    "torch._functorch.config.activation_memory_budget instead."
+                )
+
     def _find_blocks(self, model: nn.Module) -> list[Block]:
         if self.modules is not None:
             return select_modules(model, self.modules)
@@ -352,35 +367,3 @@ def _check_unused(policy: str, valid_policies: Sequence[str], **settings: Any) -
         if value is not None and policy not in valid_policies:
             allowed = " and ".join(repr(valid) for valid in valid_policies)
             raise ValueError(f"{name}={value!r} is for policy {allowed}, not for {policy!r}.")
-
-
-def check_not_compiled(model: nn.Module, setting: str) -> None:
-    """Raise if a part of ``model`` is compiled: operators inside a graph cannot be observed.
-
-    Raises:
-        ValueError: For modules under ``torch.compile``.
-    """
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise ValueError(
-                f"{setting} needs to see individual operators, and {name or type(model).__name__} "
-                "is compiled. With torch.compile, use policy 'every_layer' or 'custom' without "
-                "offload, or torch._functorch.config.activation_memory_budget instead."
-            )
-
-
-def check_not_checkpointed(model: nn.Module) -> None:
-    """Raise if a part of ``model`` is checkpointed already.
-
-    Raises:
-        ValueError: For torch's ``CheckpointWrapper``, Transformers' ``gradient_checkpointing`` and
-            a second :class:`ActivationCheckpointing`.
-    """
-    for name, module in model.named_modules():
-        if is_checkpointed(module):
-            raise ValueError(
-                f"{name or type(model).__name__} is checkpointed already, and would be recomputed "
-                "twice. Disable the other checkpointing (gradient_checkpointing_disable() in "
-                "Transformers, torch's checkpoint_wrapper, a second ActivationCheckpointing), or "
-                "remove this callback."
-            )

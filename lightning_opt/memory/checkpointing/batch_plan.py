@@ -1,4 +1,9 @@
-"""Planning for a batch of the Trainer: profile the step, choose a plan, measure the plan."""
+"""Planning for a batch of the Trainer: profile the step, choose a plan, measure the plan.
+
+The fastest plan that does not exceed a peak is a knapsack over the blocks of a step. While a block
+runs forward or backward, all earlier blocks hold the bytes that they keep, and the peak of a plan
+is a maximum over all blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,20 @@ from lightning_opt.core.modules.blocks import Block
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.memory.checkpointing.forward import parts_of
-from lightning_opt.memory.checkpointing.knapsack import Option, solve
 from lightning_opt.memory.checkpointing.policies import (
     Plan,
     count_recomputed,
     every_layer,
     recompute,
 )
-from lightning_opt.memory.checkpointing.standing_memory import (
-    bucket_bytes,
-    present_bytes,
-    standing_bytes,
+from lightning_opt.memory.checkpointing.step_profile import (
+    Option,
+    StepProfile,
+    StepRunner,
+    Unit,
+    profile_step,
 )
-from lightning_opt.memory.checkpointing.step_profile import StepProfile, StepRunner, profile_step
+from lightning_opt.memory.meters import bucket_bytes, present_bytes, standing_bytes
 from lightning_opt.trainer.lightning import FSDPStrategy, ModelParallelStrategy
 
 if TYPE_CHECKING:
@@ -36,6 +42,10 @@ if TYPE_CHECKING:
 
 # Share of the free memory that is used without a budget; the rest is for kernels and fragmentation.
 SHARE_OF_FREE = 0.9
+
+# Maximum number of byte totals that are tracked. Because of it, the fastest plan may be missed. A
+# plan that meets the limit is always found if one exists.
+MAX_SOLUTIONS = 400
 
 # The shapes of the tensors of a batch, in order.
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -101,6 +111,71 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Solution:
+    """One option for each of the first units of a step, in order of execution.
+
+    Attributes:
+        options: The options.
+        held: Bytes that these units hold.
+        peak: Predicted peak in bytes.
+        seconds: Predicted time above a step that keeps everything.
+    """
+
+    options: tuple[Option, ...] = ()
+    held: int = 0
+    peak: int = 0
+    seconds: float = 0.0
+
+    def extended(self, option: Option, unit_peak: int) -> Solution:
+        return Solution(
+            (*self.options, option),
+            self.held + option.nbytes,
+            max(self.peak, self.held + unit_peak),
+            self.seconds + option.seconds,
+        )
+
+
+def solve(units: Sequence[Unit], head_peak: int, limit: float) -> Solution | None:
+    """Return the fastest plan with a predicted peak of at most ``limit`` bytes, or ``None``.
+
+    ``head_peak`` is the peak between the last block's forward and backward pass, with every block
+    recomputed.
+    """
+    total = sum(max(option.nbytes for option in unit.options) for unit in units)
+    grain = max(1, total // MAX_SOLUTIONS)
+    solutions = [Solution()]
+    for unit in units:
+        extended = [
+            solution.extended(option, unit.peak)
+            for solution in solutions
+            if solution.held + unit.peak <= limit
+            for option in unit.options
+        ]
+        solutions = _fastest(extended, grain)
+    complete = [
+        replace(solution, peak=max(solution.peak, solution.held + head_peak))
+        for solution in solutions
+        if solution.held + head_peak <= limit
+    ]
+    return min(complete, key=lambda solution: (solution.seconds, solution.peak), default=None)
+
+
+def _fastest(solutions: list[Solution], grain: int) -> list[Solution]:
+    """Return the fastest solution of each byte total, unless one that holds less is as fast.
+
+    The solution that holds the least is always included. If any plan meets the limit, it does.
+    """
+    fastest: list[Solution] = []
+    for solution in sorted(solutions, key=lambda solution: (solution.held, solution.seconds)):
+        if fastest and solution.seconds >= fastest[-1].seconds:
+            continue
+        if len(fastest) > 1 and fastest[-1].held // grain == solution.held // grain:
+            fastest.pop()
+        fastest.append(solution)
+    return fastest
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """A plan for one step, with its measured peak.
 
@@ -131,15 +206,12 @@ def plan_step(profile: StepProfile, limit: float) -> StepPlan:
     target = limit
     for _ in range(2):
         solution = solve(profile.units, profile.head_peak, target)
-        options = None
-        if solution is not None:
-            names = [unit.block.name for unit in profile.units]
-            options = dict(zip(names, solution.options, strict=True)), solution.peak
-        options = profile.runner.broadcast(options)
-        if options is None:
+        names = [unit.block.name for unit in profile.units]
+        names, solution = profile.runner.broadcast((names, solution))
+        if solution is None:
             break
-        chosen, peak = options
-        step_plan = _measure(profile, to_plan(profile.blocks, chosen), peak, limit)
+        plan = to_plan(profile.blocks, dict(zip(names, solution.options, strict=True)))
+        step_plan = _measure(profile, plan, solution.peak, limit)
         if step_plan.fits:
             return step_plan
         target -= 1.1 * step_plan.excess
@@ -280,9 +352,8 @@ def plan_batch(
     if not step_plan.fits:
         peak = step_plan.peak + profile.reserve
         error = BudgetError(str(budget), (peak + standing) / MB, peak / unchecked_peak)
-        if (
-            budget.strict and first is None
-        ):  # later batches only warn: an error would end the run in mid-epoch
+        # Later batches only warn: an error would end the run in mid-epoch.
+        if budget.strict and first is None:
             raise error
         warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)
     before = min(runner.time([]) for _ in range(2)) if profile.is_measured else None

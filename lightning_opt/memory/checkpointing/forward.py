@@ -1,6 +1,6 @@
-"""The only patch applied to a module: a ``forward`` that recomputes in the backward pass.
+"""The patches: ``forward`` recomputes a block, caches are disabled, saved tensors are offloaded.
 
-The module is not wrapped, so classes, parameter names, hooks and attributes stay the same.
+Modules are not wrapped, so classes, parameter names, hooks and attributes stay the same.
 ``CheckpointedForward`` is an object and not a closure, so the module can be copied, pickled and
 traced by torch.compile.
 """
@@ -8,13 +8,15 @@ traced by torch.compile.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, nullcontext
+from functools import partial, wraps
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -23,9 +25,10 @@ from lightning_opt.core.modules.compiling import is_checkpointed
 from lightning_opt.core.modules.patching import ReplacedForward
 from lightning_opt.core.modules.preserve import Undo, random_states
 from lightning_opt.core.modules.state_kinds import GENERATORS
+from lightning_opt.core.modules.trial import storages_of
 from lightning_opt.memory.checkpointing.segments import Chain
 from lightning_opt.memory.checkpointing.selective import ContextPair, Selection
-from lightning_opt.memory.checkpointing.written_state import Entry, Saved, WrittenState
+from lightning_opt.memory.checkpointing.written_state import Key, Saved, WrittenState
 
 PLAIN_TYPES = (
     bool,
@@ -44,12 +47,8 @@ PLAIN_LEAVES = (Tensor, *PLAIN_TYPES)
 MAX_DEPTH = 5
 
 
-class Probe(Protocol):
-    """Context managers that measure each run and each recomputation of a module."""
-
-    def forward(self, module: nn.Module) -> AbstractContextManager[Any]: ...
-
-    def recompute(self, module: nn.Module) -> AbstractContextManager[Any]: ...
+# Measures a run of a module. The second argument is whether the run is a recomputation.
+Probe: TypeAlias = Callable[[nn.Module, bool], ContextDecorator]
 
 
 class CheckpointedForward(ReplacedForward):
@@ -150,9 +149,9 @@ class Run:
             received = [item for item in self._objects if isinstance(item, GENERATORS)]
             self._generators = [*owner.generators, *received]
         self._random = random_states(self.devices, self._generators)
-        self._saved: list[Saved] = owner.state.save()
-        self._written: list[Entry] = []
-        self._operators: AbstractContextManager[Any] = nullcontext()
+        self._state_before: list[Saved] = owner.state.save()
+        self._overwritten: dict[Key, Any] = {}
+        self._selection_context: AbstractContextManager[Any] = nullcontext()
         self._undo: list[Undo] = []
 
     def contexts(self) -> ContextPair:
@@ -164,35 +163,34 @@ class Run:
         selection = self._owner.selection
         if selection is None:
             return nullcontext(), self
-        forward, self._operators = selection.contexts()
+        forward, self._selection_context = selection.contexts()
         return forward, self
 
     def __enter__(self) -> None:
         self._undo = random_states(self.devices, self._generators)
         for restore in self._random:
             restore()
-        originals = self._owner.state.replace(self._written)
+        originals = self._owner.state.replace(self._overwritten)
         self._undo.append(partial(self._owner.state.restore, originals))
-        self._operators.__enter__()
+        self._selection_context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._operators.__exit__(*error)
+        self._selection_context.__exit__(*error)
         for undo in self._undo:
             undo()
 
     def __call__(self, *leaves: Any) -> Any:
         if self._arguments is not None:
-            return self._first()
+            return self._run_first()
         args, kwargs = leaves, {}
         if self._spec is not None:
             args, kwargs = tree_unflatten(list(leaves), self._spec)
-        owner = self._owner
-        if owner.probe is None:
-            return owner.original(*args, **kwargs)
-        with owner.probe.recompute(owner.module):
-            return owner.original(*args, **kwargs)
+        forward = self._owner.original
+        if self._owner.probe is not None:
+            forward = self._owner.probe(self._owner.module, True)(forward)
+        return forward(*args, **kwargs)
 
-    def _first(self) -> Any:
+    def _run_first(self) -> Any:
         owner = self._owner
         # Pass the original objects, because a block may append to a list.
         (args, kwargs), self._arguments = self._arguments, None
@@ -201,13 +199,12 @@ class Run:
         contents = contents_of(objects) if objects else []
         watched = [] if owner.has_run else [*tensors, *owner.module.parameters()]
         versions = [tensor._version for tensor in watched]
-        if owner.probe is None:
-            output = owner.original(*args, **kwargs)
-        else:
-            with owner.probe.forward(owner.module):
-                output = owner.original(*args, **kwargs)
-        self._written = owner.state.written_since(self._saved)
-        self._saved = []
+        forward = owner.original
+        if owner.probe is not None:
+            forward = owner.probe(owner.module, False)(forward)
+        output = forward(*args, **kwargs)
+        self._overwritten = owner.state.written_since(self._state_before)
+        self._state_before = []
         if not owner.has_run:  # in later runs, autograd raises its own error
             owner.has_run = True
             for tensor, version in zip(watched, versions, strict=True):
@@ -245,16 +242,16 @@ def _changed(module: nn.Module, item: Any) -> InputChangedError:
 
 def contents_of(objects: Iterable[Any]) -> list[Any]:
     """Return a description of each object's contents, to detect changes by comparison."""
-    return [_content(item, MAX_DEPTH) for item in objects]
+    return [_contents(item, MAX_DEPTH) for item in objects]
 
 
-def _content(value: Any, depth: int) -> Any:
+def _contents(value: Any, depth: int) -> Any:
     if isinstance(value, Tensor):
         return id(value), value._version, value.shape
     if isinstance(value, PLAIN_TYPES):
         return value if isinstance(value, (bool, int, str)) else repr(type(value))
     parts = parts_of(value)
-    return id(value), [_content(part, depth - 1) for part in parts] if depth else len(parts)
+    return id(value), [_contents(part, depth - 1) for part in parts] if depth else len(parts)
 
 
 def parts_of(value: Any) -> Collection[Any]:
@@ -290,3 +287,45 @@ def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {**kwargs, "use_cache": False} if module.training else kwargs
+
+
+class Offload:
+    """Runs a step under torch's ``save_on_cpu``, except for parameters, buffers and the batch.
+
+    Moving these tensors would free no memory.
+
+    Attributes:
+        nbytes: Bytes that the latest step moved.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def around(self, model: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        on_host = save_on_cpu(pin_memory=True)
+
+        @wraps(step)
+        def offloading(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return step(*args, **kwargs)
+            kept = (*model.parameters(), *model.buffers(), *tensors_of((args, kwargs)))
+            # Not addresses: the step may free memory and use it again for another tensor.
+            stay = WeakSet(storage for tensor in kept for storage in storages_of(tensor))
+            self.nbytes = 0
+
+            def pack(tensor: Tensor) -> Any:
+                storages = list(storages_of(tensor))
+                # A broadcast tensor has more elements than its storage.
+                is_small = sum(storage.nbytes() for storage in storages) < tensor.nbytes
+                if is_small or any(storage in stay for storage in storages):
+                    return tensor
+                self.nbytes += tensor.nbytes
+                return on_host.pack_hook(tensor)
+
+            def unpack(packed: Any) -> Tensor:
+                return packed if isinstance(packed, Tensor) else on_host.unpack_hook(packed)
+
+            with saved_tensors_hooks(pack, unpack):
+                return step(*args, **kwargs)
+
+        return offloading

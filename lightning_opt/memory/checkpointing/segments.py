@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from lightning_opt.memory.checkpointing.forward import Run
 
 
+ADVICE = "Its blocks do not compute the same twice: do not checkpoint them."
+
+
 class _Placeholder:
     """Replaces a saved tensor in the graph; holds the recomputed tensor until it is used."""
 
     tensor: Tensor | None = None
 
 
-class _EarlierOutput(NamedTuple):
-    """Marks an input that is an output of an earlier call of the segment."""
+class _Input(NamedTuple):
+    """Replaces a tensor in the arguments of a call.
 
-    call: int
+    It is an output of an earlier call of the segment, or, if ``call`` is None, a kept tensor.
+    """
+
+    call: int | None
     position: int
-
-
-class _KeptInput(NamedTuple):
-    """Marks an input from outside of the segment."""
-
-    position: int
-    requires_grad: bool
+    requires_grad: bool = False
 
 
 class _Keep(torch.autograd.Function):
@@ -58,14 +58,14 @@ class _Call(NamedTuple):
 
     def repeat(self, outputs: list[list[Tensor]]) -> Any:
         kept = () if self.kept is None else self.kept.saved_tensors
-        leaves = [
-            kept[leaf.position].detach().requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, _KeptInput)
-            else outputs[leaf.call][leaf.position]
-            if isinstance(leaf, _EarlierOutput)
-            else leaf
-            for leaf in self.leaves
-        ]
+        leaves = list(self.leaves)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, _Input):
+                leaves[index] = (
+                    kept[leaf.position].detach().requires_grad_(leaf.requires_grad)
+                    if leaf.call is None
+                    else outputs[leaf.call][leaf.position]
+                )
         with ExitStack() as stack:
             for settings in self.autocast:
                 stack.enter_context(torch.autocast(**settings))
@@ -110,15 +110,14 @@ class Segment:
 
     def run(self, run: Run, leaves: list[Any]) -> Any:
         """Call a block, and record the call for the recomputation."""
-        places: list[Any] = []
+        places = list(leaves)
         kept: list[Tensor] = []
-        for leaf in leaves:
-            place: Any = leaf
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                place = self._find(leaf) or _KeptInput(len(kept), leaf.requires_grad)
-                if isinstance(place, _KeptInput):
+                places[index] = self._find(leaf)
+                if places[index] is None:
+                    places[index] = _Input(None, len(kept), leaf.requires_grad)
                     kept.append(leaf.detach())  # its graph may reference this segment
-            places.append(place)
         node = None
         if kept:
             anchor = torch.empty(0, requires_grad=True)  # makes autograd create a node
@@ -129,11 +128,11 @@ class Segment:
         self._outputs.append([(ref(tensor), tensor._version) for tensor in tensors_of(output)])
         return output
 
-    def _find(self, tensor: Tensor) -> _EarlierOutput | None:
+    def _find(self, tensor: Tensor) -> _Input | None:
         for call, outputs in enumerate(self._outputs):
             for position, (output, version) in enumerate(outputs):
                 if output() is tensor and tensor._version == version:
-                    return _EarlierOutput(call, position)
+                    return _Input(call, position)
         return None
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
@@ -158,10 +157,7 @@ class Segment:
                     outputs.append(list(tensors_of(call.repeat(outputs))))
         except _StopRecomputationError:
             return
-        raise RuntimeError(
-            f"A recomputed segment saved {self._restored} tensors, {len(self._saved)} the first "
-            "time: its blocks do not compute the same twice. Do not checkpoint them."
-        )
+        raise RuntimeError(f"A recomputed segment saved fewer tensors than before. {ADVICE}")
 
     def _restore(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -171,9 +167,8 @@ class Segment:
         self._restored += 1
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise RuntimeError(
-                f"Saved tensor {index} of a recomputed segment is {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}; the first time it was {dtype} of "
-                f"{tuple(shape)}. Its blocks do not compute the same twice."
+                f"Tensor {index} saved by a recomputed segment is {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; before it was {dtype} of shape {tuple(shape)}. {ADVICE}"
             )
         placeholder = reference()
         if placeholder is not None:  # the graph node may be gone already

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -69,8 +70,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators = selection.operators = []
         self._counts: Counter[str] = Counter()
-        self._producers: dict[int, Operator] = {}  # by the address of an output's memory
-        self._alive: list[torch.UntypedStorage] = []  # keeps their addresses from being reused
+        # By the storage of an output. Addresses are used again, for other outputs.
+        self._producers: WeakKeyDictionary[torch.UntypedStorage, Operator] = WeakKeyDictionary()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,11 +86,11 @@ class _Recorder(TorchDispatchMode):
         is_random = before is not None and not torch.equal(before, _generator_state(device))
         for tensor in written_by(func, args, kwargs):
             for storage in storages_of(tensor):
-                if storage.data_ptr() in self._producers:
-                    self._producers[storage.data_ptr()].keepable = False
+                if storage in self._producers:
+                    self._producers[storage].keepable = False
         storages = [storage for leaf in tensors_of(output) for storage in storages_of(leaf)]
         # `_unsafe_view` and similar operators wrongly declare their output as new memory.
-        new = [storage for storage in storages if storage.data_ptr() not in self._producers]
+        new = [storage for storage in storages if storage not in self._producers]
         if returns_views(func):
             new = []
         operator = Operator(
@@ -101,8 +102,7 @@ class _Recorder(TorchDispatchMode):
         self._counts[str(func)] += 1
         self.operators.append(operator)
         if operator.keepable:
-            self._producers.update((storage.data_ptr(), operator) for storage in new)
-            self._alive.extend(new)
+            self._producers.update((storage, operator) for storage in new)
         return output
 
 

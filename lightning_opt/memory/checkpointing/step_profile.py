@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,8 +22,7 @@ from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.blocks import Block
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import TrialStep
-from lightning_opt.memory.checkpointing.forward import InputChangedError, Probe
-from lightning_opt.memory.checkpointing.knapsack import Item, Option
+from lightning_opt.memory.checkpointing.forward import InputChangedError
 from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
     Plan,
@@ -30,7 +30,7 @@ from lightning_opt.memory.checkpointing.policies import (
     recompute,
     selective,
 )
-from lightning_opt.memory.checkpointing.selective import Operator
+from lightning_opt.memory.checkpointing.selective import Operator, OperatorKey
 from lightning_opt.memory.meters import Meter, measuring
 
 # Number of timed runs of each option; the fastest counts.
@@ -40,18 +40,37 @@ TIMED_ROUNDS = 3
 KERNEL_SHARE = 0.02
 
 
+@dataclass(frozen=True)
+class Option:
+    """One way to treat a block.
+
+    Attributes:
+        kept: The operators whose outputs are kept; ``None`` keeps all outputs.
+        nbytes: Bytes held between forward and backward pass, without the input.
+        seconds: Time added to a step that keeps everything.
+    """
+
+    kept: frozenset[OperatorKey] | None
+    nbytes: int
+    seconds: float
+
+
 @dataclass(eq=False)
-class Unit(Item):
+class Unit:
     """A block and its measurements.
 
     Attributes:
         block: The block.
+        options: Ways to treat it. One of them holds no bytes.
+        peak: Peak of the step during its forward and backward pass, with every block recomputed.
         calls: Number of its calls in the step.
         internal_bytes: Bytes that its recomputation allocates.
         expensive: The operators to keep if it is recomputed in part.
     """
 
-    block: Block = field(kw_only=True)
+    block: Block
+    options: tuple[Option, ...] = ()
+    peak: int = 0
     calls: int = 0
     internal_bytes: int = 0
     expensive: tuple[Operator, ...] = ()
@@ -86,12 +105,6 @@ class StepRunner:
         with AppliedPlan(plan):
             self.step.run(lambda stack: meters.append(stack.enter_context(measuring(self.device))))
         return meters[0].mark()
-
-    def probe(self, plan: Plan, probe: Probe) -> None:
-        """Run the step with a probe around each run and each recomputation of a block."""
-        with AppliedPlan(plan) as applied:
-            applied.attach(probe)
-            self.step.run()
 
     def largest(self, value: float) -> float:
         return largest_over_ranks([value], self.device)[0]
@@ -167,7 +180,7 @@ def profile_step(
         profile.reserve = round(KERNEL_SHARE * profile.unchecked_peak)
     for unit in profile.units:
         unit.expensive = expensive.get(unit.block.modules[0], ())
-    _time_options(profile)
+    _time_options(profile.units, runner)
     return profile
 
 
@@ -190,78 +203,68 @@ def _profile_memory(runner: StepRunner, blocks: Sequence[Block]) -> StepProfile:
 
         def start(stack: ExitStack) -> None:
             timelines.append(Timeline(blocks, stack.enter_context(measuring(runner.device))))
-            applied.attach(timelines[0])
+            applied.attach(timelines[0].measure)
 
         runner.step.run(start)
     timelines[0].record_peak()
     return StepProfile(blocks, timelines[0].units, timelines[0].head_peak, runner)
 
 
-def _time_options(profile: StepProfile) -> None:
+# Seconds of all forward passes and of all recomputations (True) of each module.
+Seconds: TypeAlias = dict[tuple[nn.Module, bool], float]
+
+
+def _time_blocks(runner: StepRunner, plan: Plan) -> Seconds:
+    rounds: list[Seconds] = [defaultdict(float) for _ in range(TIMED_ROUNDS)]
+    for seconds in rounds:
+        with AppliedPlan(plan) as applied:
+            applied.attach(partial(_stopwatch, runner.device, seconds))
+            runner.step.run()
+    return {key: min(seconds[key] for seconds in rounds) for key in rounds[0]}
+
+
+@contextmanager
+def _stopwatch(
+    device: torch.device, seconds: Seconds, module: nn.Module, recomputes: bool
+) -> Iterator[None]:
+    wait_for(device)
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        wait_for(device)
+        seconds[module, recomputes] += perf_counter() - start
+
+
+def _time_options(units: Sequence[Unit], runner: StepRunner) -> None:
     """Time recomputation in full and in part, and set the options of each block.
 
     Times of blocks with equal internal bytes differ only by noise, so their mean is used.
     """
-    units, runner = profile.units, profile.runner
-    plans = {"full": every_layer([unit.block for unit in units])}
     keys = {unit: frozenset(operator.key for operator in unit.expensive) for unit in units}
+    full = _time_blocks(runner, every_layer([unit.block for unit in units]))
+    part: Seconds = {}
     if any(keys.values()):
-        plans["part"] = [recompute(unit.block, keys[unit]) for unit in units]
-    best: dict[tuple[str, ...], float] = defaultdict(lambda: math.inf)
-    for _ in range(TIMED_ROUNDS):
-        for name, plan in plans.items():
-            stopwatch = Stopwatch(units, runner.device)
-            runner.probe(plan, stopwatch)
-            for (kind, block), seconds in stopwatch.seconds.items():
-                key = name, kind, block
-                best[key] = min(best[key], seconds)
+        part = _time_blocks(runner, [recompute(unit.block, keys[unit]) for unit in units])
     alike: dict[int, list[Unit]] = defaultdict(list)
     for unit in units:
         alike[unit.internal_bytes].append(unit)
 
-    def mean(unit: Unit, name: str, kind: str) -> float:
+    def mean(unit: Unit, seconds: Seconds, recomputes: bool) -> float:
         group = alike[unit.internal_bytes]
-        return sum(best[name, kind, other.block.name] for other in group) / len(group)
+        modules = (module for other in group for module in other.block.modules)
+        return sum(seconds.get((module, recomputes), 0.0) for module in modules) / len(group)
 
     for unit in units:
-        full = mean(unit, "full", "recompute")
-        options = [Option(frozenset(), 0, full), Option(None, unit.internal_bytes, 0.0)]
+        options = [
+            Option(frozenset(), 0, mean(unit, full, True)),
+            Option(None, unit.internal_bytes, 0.0),
+        ]
         if keys[unit]:
-            slower = mean(unit, "part", "forward") - mean(unit, "full", "forward")
-            seconds = mean(unit, "part", "recompute") + max(0.0, slower)
+            slower = mean(unit, part, False) - mean(unit, full, False)
             held = sum(operator.nbytes for operator in unit.expensive) * unit.calls
-            options.append(Option(keys[unit], held, seconds))
+            options.append(Option(keys[unit], held, mean(unit, part, True) + max(0.0, slower)))
         unit.options = tuple(options)
-
-
-class Stopwatch:
-    """Measures the time of all runs and recomputations of each block.
-
-    Attributes:
-        seconds: Seconds by ``"forward"`` or ``"recompute"`` and the block's name.
-    """
-
-    def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
-        self._device = device
-        self._names = {m: unit.block.name for unit in units for m in unit.block.modules}
-        kinds = ("forward", "recompute")
-        self.seconds = {(kind, name): 0.0 for kind in kinds for name in self._names.values()}
-
-    def forward(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return self._time("forward", module)
-
-    def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return self._time("recompute", module)
-
-    @contextmanager
-    def _time(self, kind: str, module: nn.Module) -> Iterator[None]:
-        wait_for(self._device)
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            wait_for(self._device)
-            self.seconds[kind, self._names[module]] += perf_counter() - start
 
 
 class Timeline:
@@ -280,34 +283,32 @@ class Timeline:
         self.units: list[Unit] = []
         self.head_peak = 0
         self._meter = meter
-        self._unit_of = {m: unit for b in blocks for unit in [Unit(block=b)] for m in b.modules}
+        self._unit_of = {m: unit for b in blocks for unit in [Unit(b)] for m in b.modules}
         self._current: Unit | None = None  # the unit whose backward pass runs
 
     @contextmanager
-    def forward(self, module: nn.Module) -> Iterator[None]:
+    def measure(self, module: nn.Module, recomputes: bool) -> Iterator[None]:
         unit = self._unit_of[module]
+        is_first = module is unit.block.modules[0]
+        if recomputes:
+            if unit is not self._current or is_first:
+                self.record_peak()
+            self._current = unit
+            before = self._meter.live()
+            try:
+                yield
+            finally:  # the bytes still allocated
+                unit.internal_bytes += self._meter.live() - before
+            return
         if self._current is not None:  # a second forward pass, e.g. for a GAN discriminator
             self.record_peak()
             self._current = None
         # Memory used between blocks is attributed to the next block.
         yield
         unit.peak = max(unit.peak, self._meter.mark())
-        unit.calls += module is unit.block.modules[0]
+        unit.calls += is_first
         if unit not in self.units:
             self.units.append(unit)
-
-    @contextmanager
-    def recompute(self, module: nn.Module) -> Iterator[None]:
-        """Measure a recomputation by the bytes still allocated after it."""
-        unit = self._unit_of[module]
-        if unit is not self._current or module is unit.block.modules[0]:
-            self.record_peak()
-        self._current = unit
-        before = self._meter.live()
-        try:
-            yield
-        finally:
-            unit.internal_bytes += self._meter.live() - before
 
     def record_peak(self) -> None:
         """Attribute the peak since the last reading to the current block, or to the head."""

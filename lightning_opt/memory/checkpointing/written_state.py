@@ -51,22 +51,21 @@ class Saved(NamedTuple):
         value = self.entry.value
         return _is_dense(value) and not torch.equal(value, self.copy)
 
-    def earlier(self, module: str) -> Entry:
-        """Return the entry as it was before the run.
+    def earlier_value(self, module: str) -> Any:
+        """Return the value before the run.
 
         Raises:
             RuntimeError: If a tensor that was not copied has changed.
         """
         if self.copy is not None:
-            place, name, _, key = self.entry
-            return Entry(place, name, self.copy, key)
+            return self.copy
         if _version(self.entry.value) != self.version:
             raise RuntimeError(
                 f"{module} writes to its buffer {self.entry.name!r}, which it did not write in "
                 "its first run, so it cannot be recomputed. Leave the block out of "
                 "ActivationCheckpointing(modules=[...])."
             )
-        return self.entry
+        return self.entry.value
 
 
 class WrittenState:
@@ -117,19 +116,19 @@ class WrittenState:
         is_large = _is_dense(entry.value) and entry.value.nbytes > ALWAYS_COPIED_BYTES
         return None if is_large and not may_write else _copied(entry.value)
 
-    def written_since(self, saved: list[Saved]) -> list[Entry]:
-        """Return the entries that were written after ``saved``, with their earlier values.
+    def written_since(self, saved: list[Saved]) -> dict[Key, Any]:
+        """Return the earlier values of the entries that were written after ``saved``.
 
         Raises:
             RuntimeError: If a run writes to a large buffer that the first run has not written.
         """
         if self._written is None:
             self._inspect(saved)
-        return [
-            old.earlier(self._name)
+        return {
+            old.entry.key: old.earlier_value(self._name)
             for old in saved
             if old.entry.key in self._hidden or old.is_written()
-        ]
+        }
 
     def _inspect(self, saved: list[Saved]) -> None:
         """Compare all values after the first run."""
@@ -144,17 +143,16 @@ class WrittenState:
             buffers = {(n, name) for n, part in self._with_buffers for name in part._buffers}
             self.read_only = buffers.isdisjoint(self._written)
 
-    def replace(self, values: list[Entry]) -> list[Entry]:
+    def replace(self, values: dict[Key, Any]) -> list[Entry]:
         """Set each entry to a copy of its value in ``values``, else of its own value.
 
         Return the entries before the change.
         """
         if self.read_only and not values:
             return []
-        earlier = {entry.key: entry.value for entry in values}
         entries = list(self._entries())
         for entry in entries:
-            entry.place[entry.name] = _copied(earlier.get(entry.key, entry.value))
+            entry.place[entry.name] = _copied(values.get(entry.key, entry.value))
         return entries
 
     @staticmethod

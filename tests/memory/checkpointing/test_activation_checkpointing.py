@@ -17,13 +17,13 @@ from lightning_opt.core.modules.compiling import is_checkpointed
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.batch_plan import to_plan
 from lightning_opt.memory.checkpointing.forward import InputChangedError
-from lightning_opt.memory.checkpointing.knapsack import Option
 from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
     every_layer,
     segments,
     selective,
 )
+from lightning_opt.memory.checkpointing.step_profile import Option
 from tests.helpers.footprint import model_footprint, process_footprint
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import (

@@ -21,14 +21,14 @@ from lightning_opt.memory.checkpointing.batch_plan import (
     growth,
     to_plan,
 )
-from lightning_opt.memory.checkpointing.knapsack import Option
 from lightning_opt.memory.checkpointing.policies import AppliedPlan
-from lightning_opt.memory.checkpointing.standing_memory import (
+from lightning_opt.memory.checkpointing.step_profile import Option
+from lightning_opt.memory.meters import (
+    StorageMeter,
     bucket_bytes,
     optimizer_state_bytes,
     standing_bytes,
 )
-from lightning_opt.memory.meters import StorageMeter
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import Architecture
 from tests.memory.runs import warnings_of

@@ -5,23 +5,26 @@ import random
 import numpy as np
 import pytest
 
-from lightning_opt.memory.checkpointing.knapsack import Item, Option, solve
+from lightning_opt.core.modules.blocks import Block
+from lightning_opt.memory.checkpointing.batch_plan import solve
+from lightning_opt.memory.checkpointing.step_profile import Option, Unit
 
+BLOCK = Block("", ())
 RECOMPUTE, PART = frozenset[tuple[str, int]](), frozenset({("mm", 0)})
 
 
-def random_items(generator: random.Random, count: int) -> list[Item]:
+def random_items(generator: random.Random, count: int) -> list[Unit]:
     items = []
     for _ in range(count):
         nbytes, seconds = generator.randint(10**6, 10**8), generator.uniform(1, 10)
         held = int(nbytes * generator.uniform(0.1, 0.8))
         part = Option(PART, held, seconds * generator.uniform(0.1, 0.9))
         options = (Option(RECOMPUTE, 0, seconds), Option(None, nbytes, 0.0), part)
-        items.append(Item(options, generator.randint(10**7, 2 * 10**8)))
+        items.append(Unit(BLOCK, options, generator.randint(10**7, 2 * 10**8)))
     return items
 
 
-def all_plans(items: list[Item], head_peak: int) -> tuple[np.ndarray, np.ndarray]:
+def all_plans(items: list[Unit], head_peak: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the peak and the seconds of every plan, each by its definition."""
     held = peak = np.zeros(1, np.int64)
     seconds = np.zeros(1)
@@ -58,7 +61,7 @@ def test_feasible_limit_is_met_at_any_number_of_bytes() -> None:
         options += [
             Option(PART, nbytes * n // 9, options[0].seconds * (1 - 0.12 * n)) for n in range(1, 8)
         ]
-        items.append(Item(tuple(options), 20_000_000))
+        items.append(Unit(BLOCK, tuple(options), 20_000_000))
     assert solve(items, 5_000_000, 19_999_999) is None
     for limit in (20_000_000, 20_500_000, 100_000_000):
         solution = solve(items, 5_000_000, limit)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.offloading import Offload
+from lightning_opt.memory.checkpointing.forward import Offload
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import Architecture, Transformer
 from tests.memory.runs import assert_identical, train, warnings_of
