@@ -39,7 +39,7 @@ TRAINED = (
 NEEDED = (
     *("cloudpickle", "lazy-loader", "torchmetrics", "nvidia-ml-py", "psutil"),
     *("pytest>=8.3", "pytest-timeout", "pytest-xdist", "hypothesis>=6.100", "numpy<2.4"),
-    *("matplotlib>=3.8", "jsonargparse[signatures]>=4.35", "rich>=13", "scikit-learn>=1.4"),
+    *("matplotlib>=3.8", "jsonargparse[signatures]>=4.35", "scikit-learn>=1.4"),
     *("zclip==1.0.0", "transformers", "tensorboard"),
 )
 

@@ -14,7 +14,7 @@ import lightning_opt as lo
 
 ROOT = Path(lo.__file__).parent
 
-OPTIONAL = {"IPython", "jsonargparse", "matplotlib", "pandas", "pynvml", "rich", "tensorboard"}
+OPTIONAL = {"IPython", "jsonargparse", "matplotlib", "pandas", "pynvml", "tensorboard"}
 
 # Lightning may have imported some of the optional packages already; afterwards their import fails.
 READ_IMPORTS = f"""

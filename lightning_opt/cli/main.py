@@ -1,15 +1,13 @@
 """The entry point: dispatches commands and turns errors into one sentence and an exit code.
 
-It imports little, because Ctrl-C prints a traceback until :func:`main` runs.
+It imports little, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -20,21 +18,24 @@ MISSING = 3
 INTERRUPTED = 130
 
 COMMANDS = {
-    "fit": ("fit_command", "train as LightningCLI does, with a preset"),
-    "presets": ("presets_command", "list presets, explain one on this machine, write one as YAML"),
-    "tune": ("measured_runs", "try optimisations on your model and data, and save those that pay"),
-    "bench": ("measured_runs", "measure presets and configurations against plain Lightning"),
-    "profile": ("short_runs", "measure where the time of a step goes"),
-    "doctor": ("short_runs", "train some steps and report problems"),
+    "fit": "train as LightningCLI does, with a preset",
+    "presets": "list presets, explain one on this machine, write one as YAML",
+    "tune": (
+        "measuring_commands",
+        "try optimisations on your model and data, and save those that pay",
+    ),
+    "bench": "measure presets and configurations against plain Lightning",
+    "profile": "measure where the time of a step goes",
+    "doctor": "train some steps and report problems",
 }
-"""The file and the purpose of each command."""
+"""The purpose of each command."""
 
 HELP = f"""usage: lightning-opt [-h] [--version] <command> ...
 
 Makes a LightningModule of yours train faster, in less memory and more safely.
 
 commands:
-{chr(10).join(f"  {name:9}{purpose}" for name, (_, purpose) in COMMANDS.items())}
+{chr(10).join(f"  {name:9}{purpose}" for name, purpose in COMMANDS.items())}
 
 A model is module:Class, path/to/file.py:Class or a configuration of LightningCLI:
 
@@ -60,41 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The arguments after the program's name; None for ``sys.argv``.
     """
-    if arguments is not None:
-        return _run(arguments)
-    codes: list[int] = []
-    atexit.register(_leave, codes)  # registered first, it runs last
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_on_interrupt)
-    codes.append(_run(sys.argv[1:]))
-    return codes[0]
-
-
-def _leave(codes: list[int]) -> None:
-    """Exit an interrupted process without unloading its modules, which takes seconds."""
-    if codes == [INTERRUPTED]:
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)
-
-
-def _exit_on_interrupt(*_: object) -> None:
-    """Handle Ctrl-C during imports: some modules swallow a KeyboardInterrupt."""
-    os._exit(_report_interrupt())
-
-
-def interrupt_gracefully() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt from now on, so that a run can clean up."""
-    if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _report_interrupt() -> int:
-    sys.stderr.write("Interrupted.\n")
-    sys.stderr.flush()
-    return INTERRUPTED
-
-
-def _run(arguments: Sequence[str]) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     argv = [word for word in arguments if word != "--debug"]
     try:
@@ -103,16 +70,21 @@ def _run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         # Raised by Lightning when it is interrupted, and by parsers for --help and wrong usage.
         if isinstance(end.__context__, KeyboardInterrupt):
-            return _report_interrupt()
+            return _interrupted()
         return end.code if isinstance(end.code, int) else (OK if end.code is None else FAILED)
     except KeyboardInterrupt:
-        return _report_interrupt()
+        return _interrupted()
     except Exception as error:  # noqa: BLE001 - every error of a run becomes one sentence
         if debug:
             import traceback
 
             traceback.print_exc()
         return _report_error(error, debug)
+
+
+def _interrupted() -> int:
+    sys.stderr.write("Interrupted.\n")
+    return INTERRUPTED
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -138,14 +110,15 @@ def _dispatch(argv: list[str]) -> int:
             "pip install 'lightning-opt[cli]'.\n"
         )
         return MISSING
-    command = importlib.import_module(f"lightning_opt.cli.{COMMANDS[name][0]}")
+    file = "preset_commands" if name in ("fit", "presets") else "measuring_commands"
+    command = importlib.import_module(f"lightning_opt.cli.{file}")
     return int(getattr(command, f"run_{name}")(argv[1:]))
 
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Add the working directory to `sys.path` and silence Lightning's jsonargparse warnings."""
-    from unittest import mock  # slow, so it is imported after Ctrl-C is handled
+    from unittest import mock  # slow to import
 
     path, folder = sys.path, os.getcwd()  # noqa: PTH109 - not resolved
     path = path if {folder, ""} & {*path} else [folder, *path]

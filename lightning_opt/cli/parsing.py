@@ -6,7 +6,7 @@ import argparse
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from jsonargparse import (  # type: ignore[attr-defined]
 )
 from torch.optim import Optimizer
 
-from lightning_opt.cli.main import UsageError, interrupt_gracefully
+from lightning_opt.cli.main import UsageError
 from lightning_opt.cli.targets import Recipe, Targets, cli_of, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
@@ -40,6 +40,8 @@ model and data:
 
 
 log = logging.getLogger(__name__)
+
+PRESETS = ", ".join(preset_names())
 
 DEFAULTS = inspect.signature(DEFAULT.Trainer).parameters
 
@@ -126,7 +128,7 @@ def hide_all(parser: LightningArgumentParser) -> None:
 def add_preset(parser: Any, default: str | None) -> None:
     add_options(
         parser,
-        ("--preset", str | None, default, "NAME", f"Preset to train with: {list_of_presets()}."),
+        ("--preset", str | None, default, "NAME", f"Preset to train with: {PRESETS}."),
         ("--without", str | None, None, "NAMES",
          "Comma-separated parts of the preset to leave out."),
     )  # fmt: skip
@@ -138,7 +140,7 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
         config = parser.parse_args(targets.argv)
     except ArgumentError as error:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
-    given = plain(config)
+    given = config.as_dict()
     optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
     model = targets.recipe("model", given.get("model"), optimizer=optimizer, scheduler=scheduler)
     if model is None:
@@ -154,7 +156,6 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
             "function that returns a DataLoader."
         )
     trainer, seed = given_arguments(config.trainer), config.seed_everything
-    interrupt_gracefully()
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 
 
@@ -171,17 +172,8 @@ def _shorten(text: str) -> str:
 
 def given_arguments(trainer: Namespace) -> dict[str, Any]:
     """Return the arguments of the Trainer that differ from the defaults, as plain values."""
-    given = plain(trainer).items()
+    given = trainer.as_dict().items()
     return {name: value for name, value in given if value != DEFAULTS[name].default}
-
-
-def plain(value: Any) -> Any:
-    """Convert namespaces to dicts, also inside lists and dicts."""
-    if isinstance(value, Namespace):
-        return {name: plain(inner) for name, inner in vars(value).items()}
-    if isinstance(value, Mapping):
-        return {name: plain(inner) for name, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def preset_of(name: str, without: str | None = None) -> Preset:
@@ -194,10 +186,6 @@ def preset_of(name: str, without: str | None = None) -> Preset:
 
 def names_of(listed: str | None) -> list[str]:
     return [name.strip() for name in (listed or "").split(",") if name.strip()]
-
-
-def list_of_presets() -> str:
-    return ", ".join(preset_names())
 
 
 def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[str, Any]:

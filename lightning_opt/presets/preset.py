@@ -227,10 +227,9 @@ class Preset:
         return replace(self, wishes=wishes, arguments=trainer)
 
     def for_model(self, model: pl.LightningModule) -> Self:
-        """Return this preset adapted to a model.
+        """Return this preset without the parts that the model rules out.
 
-        Checkpointing is added if weights, gradients and optimizer states leave little memory for
-        activations.
+        These are parts that need automatic optimisation, and compiling a model that is compiled.
         """
         return replace(self, model=model)
 

@@ -75,7 +75,7 @@ def advanced() -> Preset:
               "torch.compile, if a measurement shows that it pays in the remaining steps",
               "seven uncompiled steps, then seconds to minutes, and again for new shapes",
               _why_not_compile)
-        .plus(ActivationCheckpointing, _checkpointing_policy,
+        .plus(ActivationCheckpointing, None,
               "recomputes blocks in the backward pass instead of keeping them",
               "up to a third of a step; 'auto' runs some tens of steps on the first batch",
               _why_not_checkpointing)
@@ -167,7 +167,6 @@ def register_preset(name: str, builder: Callable[[], Preset]) -> None:
 
     Raises:
         ValueError: For the name of a preset of this package.
-        TypeError: If the builder cannot be called.
 
     Example:
         >>> import lightning_opt as lo
@@ -179,11 +178,6 @@ def register_preset(name: str, builder: Callable[[], Preset]) -> None:
     """
     if name in BUILT_IN:
         raise ValueError(f"{name!r} is a preset of lightning_opt; choose another name.")
-    if not callable(builder):
-        raise TypeError(
-            f"The builder of preset {name!r} must be a function that returns a Preset, got "
-            f"{type(builder).__name__}."
-        )
     _builders[name] = builder
 
 
@@ -252,15 +246,11 @@ def _why_single_process(situation: Situation) -> str | None:
 
 
 def _why_not_checkpointing(situation: Situation) -> str | None:
-    if situation.requested_settings("ActivationCheckpointing") is not None:
-        return _why_not_deepspeed(situation)
-    if situation.model is None:
+    if situation.requested_settings("ActivationCheckpointing") is None:
         return (
-            "the model is unknown: add it by ActivationCheckpointing={'policy': 'every_layer'} or "
-            "{'budget_mb': ...}, or let for_model(model) decide"
+            "it makes steps slower: if activations do not fit, add it by "
+            "ActivationCheckpointing={'policy': 'every_layer'} or {'budget_mb': ...}"
         )
-    if not situation.memory_is_tight:
-        return "the model leaves enough memory for activations"
     return _why_not_deepspeed(situation)
 
 
@@ -304,17 +294,6 @@ def _tuned_compile(situation: Situation) -> dict[str, Any]:
         return _compile_scope(situation)
     # CUDA graphs overwrite gradients that are still being accumulated.
     return {"mode": "max-autotune-no-cudagraphs", "scope": "regions", "measure": True}
-
-
-def _checkpointing_policy(situation: Situation) -> dict[str, Any]:
-    if situation.requested_settings("ActivationCheckpointing") is not None:
-        return {}
-    compiles = (
-        situation.compiled
-        or situation.requested_settings("CompileModel") is not None
-        or not (situation.excludes("CompileModel") or _why_not_compile(situation))
-    )
-    return {"policy": "every_layer"} if compiles else {"policy": "auto", "strict": False}
 
 
 def _tuner_settings(situation: Situation) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lightning_opt
-from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.strategies.strategy_strings import NamedStrategy
 from lightning_opt.trainer.lightning import (
@@ -29,13 +27,6 @@ from lightning_opt.trainer.lightning import (
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-STATE_MULTIPLE = 4
-"""Memory of a trained parameter, its gradient and Adam's two states, relative to the parameter."""
-
-MAX_STATE_SHARE = 0.5
-"""Activations are checkpointed if parameters, gradients and states take a larger share of the total
-memory. Free memory is not used, because ranks could then decide differently."""
 
 
 def callbacks_in(arguments: Mapping[str, Any]) -> list[Any]:
@@ -185,20 +176,3 @@ class Situation:
     @property
     def compiled(self) -> bool:
         return self.model is not None and has_compiled_parts(self.model)
-
-    @property
-    def memory_is_tight(self) -> bool:
-        """Whether the model, if it is known, leaves little memory for activations."""
-        if self.model is None or self.device not in ("cpu", "cuda"):
-            return False
-        if self.device == "cuda" and self.forks:
-            return False
-        states = sum(
-            parameter.numel() * parameter.element_size() * STATE_MULTIPLE**parameter.requires_grad
-            for parameter in self.model.parameters()
-        )
-        if self.strategy in ("fsdp1", "fsdp2"):
-            states //= self.processes
-        limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
-        memory = min((usage.total for usage in limits.read()), default=math.inf)
-        return bool(states > MAX_STATE_SHARE * memory)

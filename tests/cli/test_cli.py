@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,9 +49,7 @@ def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setattr("sys.argv", ["lightning-opt"])
     monkeypatch.setattr("sys.path", list(sys.path))
     modules, before = set(sys.modules), set(os.environ)
-    handler = signal.getsignal(signal.SIGINT)
     yield
-    signal.signal(signal.SIGINT, handler)
     for name in set(sys.modules) - modules:
         if name.startswith(("small_project", "_small_project", "user_")):
             del sys.modules[name]
@@ -85,19 +82,17 @@ def test_bare_command_lists_the_commands(capsys):
     assert lo.__version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["tun"], []])
-def test_help_and_version_import_no_slow_module(words):
-    """Ctrl-C prints a traceback until `main` runs."""
+@pytest.mark.parametrize("words", [["--help"], ["tun"]])
+def test_help_and_wrong_commands_import_no_slow_module(words):
     program = (
-        "import sys; from lightning_opt.cli import main; print(*sys.modules)\n"
+        "import sys; from lightning_opt.cli import main\n"
         "main(sys.argv[1:]); print(); print(*sys.modules)"
     )
     command = [sys.executable, "-c", program, *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    lines = [set(line.split()) for line in done.stdout.splitlines()]
-    assert {"asyncio", "inspect", "logging", "typing", "unittest"} & lines[0] == set()
-    assert {"torch", "lightning", "numpy", "jsonargparse"} & lines[-1] == set()
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert {"torch", "lightning", "numpy", "jsonargparse"} & modules == set()
 
 
 @pytest.mark.parametrize("command", ["fit", "presets", "tune", "bench", "profile", "doctor"])

@@ -311,6 +311,31 @@ def test_compute_capability_decides_on_bf16_and_compiling(capability, bf16, comp
         assert settings["CompileModel"]["scope"] == "regions"
 
 
+@pytest.fixture
+def _modern_gpus(monkeypatch):
+    monkeypatch.setattr(machine, "cuda_capability", lambda forks: (9, 0))
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+
+
+@pytest.mark.usefixtures("_modern_gpus")
+def test_choices_differ_for_one_gpu_eight_gpus_and_two_nodes():
+    def parts(**trainer: Any) -> set[str]:
+        return set(on(lo.preset("ultra"), accelerator="cuda", **trainer))
+
+    one, eight, two_nodes = parts(devices=1), parts(devices=8), parts(devices=8, num_nodes=2)
+    assert {"precision", "CompileModel", "FusedOptimizer", "MicroBatching"} <= one
+    assert eight - one == {"GarbageCollection"}, "ranks wait for each other's collections"
+    assert two_nodes - eight == {"strategy"}
+    assert not one - eight
+    assert "strategy" not in parts(num_nodes=2, strategy="fsdp")
+    found = {c.part.name: c for c in lo.preset("ultra").choose(accelerator="cuda", num_nodes=2)}
+    assert found["strategy"].settings == "ddp_compressed"
+    assert found["CompileModel"].settings["measure"] is True
+    because = reason(lo.preset("ultra"), "strategy", accelerator="cuda", devices=8)
+    assert because == "all processes are on one machine, without a network between them"
+
+
 def test_compiling_on_a_cpu_needs_a_request():
     assert "lightning-opt tune measures" in reason(
         lo.preset("ultra"), "CompileModel", accelerator="cpu"

@@ -85,7 +85,6 @@ def test_registering_a_name_again_replaces_the_preset():
     ("name", "builder", "message"),
     [
         ("basic", team, "'basic' is a preset of lightning_opt"),
-        ("team", "advanced", "must be a function that returns a Preset, got str"),
     ],
 )
 def test_wrong_registrations_raise(name, builder, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TypeAlias
 
 NO_LIMIT = 1 << 60
@@ -16,11 +16,7 @@ MemoryGroup: TypeAlias = Callable[[], tuple[int, int] | None]
 
 
 def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
-    """Return the groups that limit this process: its own group and the group's parents.
-
-    In a container the path in ``/proc/self/cgroup`` is often the host's, which does not exist
-    there. The mounted group is then the container's own.
-    """
+    """Return the groups that limit this process: its own group and the group's parents."""
     groups = [partial(_read_memory, *folder) for folder in _folders(root, "memory")]
     return [group for group in groups if group() is not None]
 
@@ -49,52 +45,30 @@ def _quota(folder: Path, version: int) -> float | None:
     if version == 2:
         quota, period = [*" ".join(_lines(folder / "cpu.max")).split(), "", ""][:2]
     else:
-        quota, period = ("".join(_lines(folder / f"cpu.cfs_{name}_us")) for name in _CFS)
+        quota, period = (
+            "".join(_lines(folder / f"cpu.cfs_{name}_us")) for name in ("quota", "period")
+        )
     if not quota.isdigit() or not period.isdigit() or not int(period):
         return None  # "max", or -1
     return int(quota) / int(period)
 
 
-_CFS = ("quota", "period")
-
-
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yield folder and version of this process's groups, each followed by its parents."""
-    for version, mount, root_path in _mounts(root, controller):
-        path = _own_path(root, version, controller)
-        folder = mount
-        if path is not None and path.is_relative_to(root_path):
-            relative = path.relative_to(root_path)
-            if ".." not in relative.parts and (mount / relative).is_dir():
-                folder = mount / relative
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        version = 2 if number == "0" else 1
+        if version == 1 and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("" if version == 2 else controller)
+        names = path.strip("/").split("/")
+        # A container may see only a part of the host's path, or none of it.
+        inside = (mount.joinpath(*names[start:]) for start in range(len(names)))
+        folder = next((each for each in inside if each.is_dir() and ".." not in names), mount)
         yield folder, version
         while folder != mount:
             folder = folder.parent
             yield folder, version
-
-
-def _mounts(root: Path, controller: str) -> Iterator[tuple[int, Path, PurePosixPath]]:
-    for line in _lines(root / "proc/self/mountinfo"):
-        left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
-        if len(fields) < 5 or not kind:
-            continue
-        folder = root / fields[4].replace("\\040", " ").lstrip("/")
-        root_path = PurePosixPath(fields[3])
-        if kind[0] == "cgroup2":
-            yield 2, folder, root_path
-        elif kind[0] == "cgroup" and controller in kind[-1].split(","):
-            yield 1, folder, root_path
-
-
-def _own_path(root: Path, version: int, controller: str) -> PurePosixPath | None:
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if (version == 2 and number == "0" and not controllers) or (
-            version == 1 and controller in controllers.split(",")
-        ):
-            return PurePosixPath(path)
-    return None
 
 
 def _statistic(file: Path, name: str) -> int:

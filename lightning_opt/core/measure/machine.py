@@ -154,13 +154,11 @@ def lowest_capability() -> tuple[int, int] | None:
 
 
 def used_memory(library: ModuleType, handle: Any) -> int | None:
-    """Return the bytes used by all processes, or None. Drivers before 510 add their reserve."""
-    for version in ({"version": library.nvmlMemory_v2}, {}):
-        try:
-            return int(library.nvmlDeviceGetMemoryInfo(handle, **version).used)
-        except library.NVMLError as error:
-            log.debug("NVML does not report the used memory: %s", error)
-    return None
+    """Return the bytes used by all processes, without the driver's reserve; None if unknown."""
+    try:
+        return int(library.nvmlDeviceGetMemoryInfo(handle, version=library.nvmlMemory_v2).used)
+    except library.NVMLError:
+        return None
 
 
 def find_handle(library: ModuleType, uuid: str) -> Any:
@@ -168,6 +166,6 @@ def find_handle(library: ModuleType, uuid: str) -> Any:
     for name in names:
         try:
             return library.nvmlDeviceGetHandleByUUID(name)
-        except library.NVMLError as error:
-            log.debug("NVML has no device %s: %s", name, error)
+        except library.NVMLError:
+            continue
     return None

@@ -1,12 +1,10 @@
-"""Tables of results as text, markdown, HTML, JSON, or a rich table on a terminal."""
+"""Tables of results as text, markdown, HTML or JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from html import escape
 from typing import IO, Any
 
@@ -103,20 +101,7 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
     def print(self, file: IO[str] | None = None) -> None:
-        """Print the report: as a rich table on a terminal if rich is installed, else as text."""
-        file = sys.stdout if file is None else file
-        if file.isatty():
-            with suppress(ImportError):  # rich is optional
-                from rich.console import Console
-                from rich.table import Table
-
-                table = Table(title=self.title, caption="\n".join(self.notes) or None)
-                for name in self.columns:
-                    table.add_column(name)
-                for row in self.rows:
-                    table.add_row(*(_cell(row.get(name)) for name in self.columns))
-                Console(file=file, markup=False).print(table)
-                return
+        """Print the report as text."""
         print(self.to_text(), file=file)
 
     def _is_numeric(self, name: str) -> bool:

@@ -254,8 +254,8 @@ class DriverError(Exception):
     pass
 
 
-def fake_nvml(new: bool = True, works: bool = True) -> Any:
-    """One GPU and one MIG slice; only a new driver has the second version of the query."""
+def fake_nvml(works: bool = True) -> Any:
+    """One GPU and one MIG slice."""
 
     def init() -> None:
         library.starts += 1
@@ -267,10 +267,10 @@ def fake_nvml(new: bool = True, works: bool = True) -> Any:
             raise DriverError("not found")
         return name
 
-    def memory_info(handle: str, version: int = 1) -> SimpleNamespace:
-        if (version == 2 and not new) or (version == 1 and handle == "MIG-bbbb"):
+    def memory_info(handle: str, version: int) -> SimpleNamespace:
+        if handle == "MIG-bbbb":
             raise DriverError("not supported")
-        return SimpleNamespace(used=6400 if version == 2 else 7000)
+        return SimpleNamespace(used=6400)
 
     library: Any = SimpleNamespace(
         starts=0,
@@ -296,12 +296,8 @@ def used_by_uuid(monkeypatch: pytest.MonkeyPatch, library: Any) -> list[int | No
     return found
 
 
-@pytest.mark.parametrize(
-    ("new", "expected"), [(True, [6400, 6400, 6400, None]), (False, [7000, 7000, None, None])]
-)
-def test_nvml_finds_devices_and_slices_by_uuid(monkeypatch, new, expected):
-    """An old driver includes its own reserve, and does not support slices."""
-    assert used_by_uuid(monkeypatch, fake_nvml(new)) == expected
+def test_nvml_finds_devices_by_uuid(monkeypatch):
+    assert used_by_uuid(monkeypatch, fake_nvml()) == [6400, 6400, None, None]
 
 
 def test_missing_driver_is_logged_once(monkeypatch, caplog):

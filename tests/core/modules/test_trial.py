@@ -23,6 +23,7 @@ class Teaching(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.hidden = [nn.Linear(4, 4).requires_grad_(False)]
         self.register_buffer("center", torch.zeros(4))
         self.draws, self.own = np.random.default_rng(0), torch.Generator().manual_seed(0)
 
@@ -32,9 +33,13 @@ class Teaching(L.LightningModule):
                 self.teacher.parameters(), self.student.parameters(), strict=True
             ):
                 mine.mul_(0.9).add_(other, alpha=0.1)
+            bias = self.hidden[0].bias
+            bias.data = bias.data * 0.9 + self.student.bias.data * 0.1
+            self.hidden[0].weight.lerp_(self.student.weight, 0.1)
             self.center.mul_(0.9).add_(batch.mean(0), alpha=0.1)
             self.student.weight.clamp_(-0.4, 0.4)  # as of a critic
         noise = random.random() + np.random.rand() + self.draws.random()  # noqa: NPY002
+        noise = noise + self.hidden[0](batch)
         noise = noise + torch.rand(4) + torch.rand(4, generator=self.own)
         return (self.student(batch) - self.teacher(batch) + noise - self.center).square().mean()
 

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import sys
 
 import pytest
 
@@ -15,11 +14,6 @@ ROWS = [
     {"name": "two\nlines", "count": -1, "share": math.nan, "ok": False},
 ]
 REPORT = Report("A title", ROWS, notes=["first note", "second note"])
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_columns_are_those_of_all_rows_in_order() -> None:
@@ -81,19 +75,3 @@ def test_printing_to_a_file_gives_plain_text(capsys: pytest.CaptureFixture[str])
     assert file.getvalue() == REPORT.to_text() + "\n"
     REPORT.print()
     assert capsys.readouterr().out == REPORT.to_text() + "\n"
-
-
-def test_printing_to_a_terminal_gives_a_rich_table() -> None:
-    pytest.importorskip("rich")
-    terminal = Terminal()
-    Report("T", [{"name": "[b]markup[/b]", "norm": 0.25}], ["a note"]).print(terminal)
-    drawn = terminal.getvalue()
-    for part in ("T", "name", "norm", "[b]markup[/b]", "0.25", "a note", "━"):
-        assert part in drawn
-
-
-def test_terminal_without_rich_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    terminal = Terminal()
-    REPORT.print(terminal)
-    assert terminal.getvalue() == REPORT.to_text() + "\n"

@@ -1,35 +1,40 @@
-"""``lightning-opt fit``: LightningCLI, with presets."""
+"""``lightning-opt fit``: LightningCLI, with presets. ``lightning-opt presets``: explains them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_opt.cli.main import OK, UsageError, interrupt_gracefully
+from lightning_opt.cli.main import OK, UsageError
 from lightning_opt.cli.parsing import (
     HelpFormatter,
+    add_options,
     add_preset,
     given_arguments,
-    plain,
+    hide_all,
     preset_of,
 )
 from lightning_opt.cli.targets import Targets, cli_of
+from lightning_opt.core.output.report import Report
 from lightning_opt.presets.preset import Chosen, join
+from lightning_opt.presets.registry import preset, preset_names
 from lightning_opt.profiling.run_report.run_report import RunReport
+from lightning_opt.trainer.lightning import DEFAULT
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
-DESCRIPTION = """\
+FIT = """\
 Trains as LightningCLI does, with a preset of lightning_opt. It has all of LightningCLI's options:
 --config, --model, --data, --trainer.*, --optimizer, --lr_scheduler, --ckpt_path to resume,
 --print_config. --trainer.* overrides the preset. The configuration saved next to the logs contains
 the preset's parts, and runs under any LightningCLI. The page report.html, also there, describes the
 run."""
 
-USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
+FIT_USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
 
-EXAMPLES = """\
+FIT_EXAMPLES = """\
 examples:
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
   lightning-opt fit config.yaml --preset ultra --without Runtime --trainer.precision bf16-mixed
@@ -53,10 +58,6 @@ def fit_class(base: Any) -> Any:
             """Parse the command line without LightningCLI's warning about ``sys.argv``."""
             self.config = parser.parse_args(args)  # type: ignore[arg-type]
 
-        def before_instantiate_classes(self) -> None:
-            """Let Ctrl-C stop the training gracefully from now on."""
-            interrupt_gracefully()
-
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             group = parser.add_argument_group("lightning_opt", "Presets:")
             add_preset(group, None)
@@ -76,7 +77,7 @@ def fit_class(base: Any) -> Any:
             preset = preset_of(name, without).for_model(self.model)
             instances = self.config_init.fit.trainer
             given = {name: instances[name] for name in given_arguments(config.trainer)}
-            entries = {"callbacks": plain(config.trainer.callbacks)}
+            entries = {"callbacks": config.trainer.as_dict()["callbacks"]}
             chosen = join(preset.choose(**given), Chosen.to_config, entries)
             for argument, value in chosen.items():
                 config.trainer[argument] = value
@@ -99,7 +100,61 @@ def run_fit(argv: Sequence[str]) -> int:
         parser_kwargs={
             "prog": "lightning-opt",
             "formatter_class": HelpFormatter,  # also for the subcommand
-            "fit": {"usage": USAGE, "description": DESCRIPTION, "epilog": EXAMPLES},
+            "fit": {"usage": FIT_USAGE, "description": FIT, "epilog": FIT_EXAMPLES},
         },
     )
+    return OK
+
+
+PRESETS_EXAMPLES = """\
+examples:
+  lightning-opt presets                              list all presets
+  lightning-opt presets advanced                     what it contains on this machine, and why
+  lightning-opt presets ultra --trainer.devices 4    what it would contain on four devices
+  lightning-opt presets advanced --yaml > trainer.yaml
+                                                     a section for any LightningCLI: --config
+"""
+
+
+def _presets_parser() -> LightningArgumentParser:
+    parser: LightningArgumentParser = cli_of(DEFAULT).LightningArgumentParser(
+        prog="lightning-opt presets",
+        usage="lightning-opt presets [preset] [options]",
+        description="Lists presets, explains one on this machine, writes one as YAML.",
+        epilog=PRESETS_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_lightning_class_args(DEFAULT.Trainer, "trainer")
+    hide_all(parser)
+    group = parser._action_groups[-1]
+    group.title = "situation"
+    group.description = "--trainer.<argument>: any argument, such as --trainer.strategy ddp."
+    parser.add_argument("preset", nargs="?", help="Preset to explain.")
+    parser.add_argument("--yaml", action="store_true", help="Write the preset as YAML.")
+    add_options(
+        parser, ("--without", str | None, None, "NAMES", "Comma-separated callbacks to leave out.")
+    )
+    parser.add_argument("--json", action="store_true", help="Write tables as JSON.")
+    return parser
+
+
+def run_presets(argv: Sequence[str]) -> int:
+    parser = _presets_parser()
+    config = parser.parse_args(argv)
+    if config.yaml and not config.preset:
+        raise UsageError("--yaml needs the name of a preset: lightning-opt presets advanced --yaml")
+    trainer = given_arguments(config.trainer)
+    if config.yaml:
+        sys.stdout.write(preset_of(config.preset, config.without).to_yaml(**trainer))
+        return OK
+    if config.preset:
+        report = preset_of(config.preset, config.without).describe(**trainer)
+    else:
+        rows = [{"preset": name, "purpose": preset(name).purpose} for name in preset_names()]
+        note = "lightning-opt presets <name> explains one on this machine."
+        report = Report("Presets", rows, [note])
+    if config.json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        report.print()
     return OK
