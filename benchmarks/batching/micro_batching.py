@@ -47,7 +47,7 @@ from benchmarks.batching.hog import (
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes
-from lightning_opt.core.measure.malloc import malloc_trim
+from lightning_opt.core.measure.memory import malloc_trim
 from lightning_opt.core.measure.timing import wait_for
 
 TIMEOUT = 120.0

@@ -20,7 +20,7 @@ from lightning_opt.core.modules.batches import ADVICE, UnsplittableBatchError
 from lightning_opt.core.modules.compiling import has_compiled_parts, run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.preserve import isolated_random
-from lightning_opt.core.modules.snapshots import advanced, snapshot
+from lightning_opt.core.modules.state_kinds import advanced, snapshot
 from lightning_opt.core.modules.trial import WrittenParameters, loss_of, without_side_effects
 from lightning_opt.core.numerics.norms import as_real
 

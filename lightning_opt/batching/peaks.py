@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_opt.core.measure.malloc import malloc_trim
-from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resident_memory
+from lightning_opt.core.measure.memory import (
+    MB,
+    MemoryLimits,
+    PeakMeter,
+    malloc_trim,
+    resident_memory,
+)
 
 
 @dataclass(frozen=True)

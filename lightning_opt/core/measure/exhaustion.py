@@ -8,7 +8,7 @@ import gc
 
 import torch
 
-from lightning_opt.core.measure.malloc import libc_function, malloc_trim
+from lightning_opt.core.measure.memory import libc_function, malloc_trim
 
 MESSAGES = (
     "out of memory",  # CUDA and other backends of torch

@@ -18,27 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.modules.state_kinds import (
-    INTERNALS,
+    MAX_ATTRIBUTE_BYTES,
+    MAX_DEPTH,
     PLAIN,
     has_user_state,
-    kind_of,
+    searched_entries,
+    state_attributes,
 )
 
 MAX_COPIED_ENTRIES = 1000
 """Containers with more entries are not copied; only their length is restored."""
 
-MAX_SEARCHED_ENTRIES = 100
-"""Containers with more entries are not searched for inner containers, tensors and generators."""
-
-MAX_DEPTH = 5
-"""Maximum depth at which nested containers and objects are searched."""
-
 ALWAYS_COPIED_BYTES = 64 * 2**10
 """Tensors up to this size are always copied, even if no step has written them."""
-
-MAX_ATTRIBUTE_BYTES = 64 * 2**20
-"""Larger tensor attributes, such as data sets, are not copied on the first batch. Buffers of any
-size are copied then."""
 
 _Twister = ctypes.c_char * (625 * 4)
 """The state of Python's and NumPy's global generators: 624 words and a position."""
@@ -112,10 +104,7 @@ class StepState:
         self, attributes: dict[str, Any], visited: set[int], depth: int = 0
     ) -> None:
         before: dict[str, Any] = {}
-        for name, value in attributes.items():
-            kind = kind_of(type(value))  # type: ignore[arg-type]
-            if not kind or name in INTERNALS or "_hooks" in name:
-                continue
+        for name, value, kind in state_attributes(attributes):
             if kind == "tensor":
                 # A tensor with a graph is created by each step; a copy would keep its graph alive.
                 if value.grad_fn is None:
@@ -150,16 +139,11 @@ class StepState:
             if kind == "container":
                 content = len(value) if len(value) > MAX_COPIED_ENTRIES else value.copy()
                 self._undo.append(functools.partial(_refill, value, content))
-            if len(value) <= MAX_SEARCHED_ENTRIES:
-                entries = value.items() if isinstance(value, dict) else enumerate(value)
-                for name, entry in entries:
-                    inner = kind_of(type(entry))  # type: ignore[arg-type]
-                    if inner == "tensor" and entry.grad_fn is None:
-                        self._save_tensor(
-                            value, name, entry, ALWAYS_COPIED_BYTES, limit_unwritten=0
-                        )
-                    elif inner not in ("", "plain", "tensor"):
-                        self._save_contents(entry, inner, visited, depth + 1)
+            for name, entry, inner in searched_entries(value):
+                if inner == "tensor" and entry.grad_fn is None:
+                    self._save_tensor(value, name, entry, ALWAYS_COPIED_BYTES, limit_unwritten=0)
+                elif inner not in ("", "plain", "tensor"):
+                    self._save_contents(entry, inner, visited, depth + 1)
 
     def record_writes(self) -> None:
         """After the first batch that succeeds, record which tensors the step writes."""

@@ -1,16 +1,28 @@
-"""Decides which attributes of a module are state that a training step may change."""
+"""Which attributes of a module are state that a training step may change, and their snapshots."""
 
 from __future__ import annotations
 
 import functools
+import math
 import random
 import sys
 from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+MAX_SEARCHED_ENTRIES = 100
+"""Containers with more entries are not searched for inner containers, tensors and generators."""
+
+MAX_DEPTH = 5
+"""Maximum depth at which nested containers and objects are searched."""
+
+MAX_ATTRIBUTE_BYTES = 64 * 2**20
+"""Larger tensor attributes, such as data sets, are not copied on the first batch. Buffers of any
+size are copied then."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple, deque)
 """Types of attributes that are restored: counters, flags, collected outputs."""
@@ -59,3 +71,106 @@ def _is_refillable(kind: Any) -> bool:
         any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin_bases)
         for name in ("__setitem__", "clear", "extend", "update")
     )
+
+
+def state_attributes(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, value and kind of the attributes that are state."""
+    for name, value in attributes.items():
+        kind = kind_of(type(value))  # type: ignore[arg-type]
+        if kind and name not in INTERNALS and "_hooks" not in name:
+            yield name, value, kind
+
+
+def searched_entries(container: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield key, value and kind of a container's entries; nothing if there are too many."""
+    if len(container) <= MAX_SEARCHED_ENTRIES:
+        entries = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in entries:
+            yield key, value, kind_of(type(value))  # type: ignore[arg-type]
+
+
+# --- snapshots by name ----------------------------------------------------------------------------
+
+Snapshot = dict[str, Any]
+
+ROUNDING = 1e-6
+"""A change by less than this share of a value counts as rounding."""
+
+
+def snapshot(module: nn.Module, excluded: type[nn.Module]) -> Snapshot:
+    """Copy the state that ``StepState`` covers, except random numbers and parameters.
+
+    Submodules of the type ``excluded`` are skipped.
+    """
+    visited: set[int] = set()
+    return {
+        name: value
+        for path, owner in module.named_modules()
+        if not isinstance(owner, excluded)
+        for key, entry, kind in _state_of(owner)
+        for name, value in _values(f"{path}.{key}".lstrip("."), entry, kind, visited, 1)
+    }
+
+
+def _state_of(owner: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    for name, value in owner._buffers.items():
+        yield name, value, kind_of(type(value))
+    if has_user_state(type(owner)):
+        yield from state_attributes(vars(owner))
+
+
+def _values(
+    name: str, value: Any, kind: str, visited: set[int], depth: int
+) -> Iterator[tuple[str, Any]]:
+    if kind == "plain":
+        yield name, value
+    elif kind == "tensor":
+        if value.layout is torch.strided and value.nbytes <= MAX_ATTRIBUTE_BYTES:
+            yield name, value.detach().clone()
+    elif kind == "array":
+        if value.dtype.kind in "biuf" and value.nbytes <= MAX_ATTRIBUTE_BYTES:
+            yield name, torch.tensor(value)
+    elif kind in ("container", "tuple", "object") and id(value) not in visited:
+        visited.add(id(value))
+        entries = getattr(value, "__dict__", {}) if kind == "object" else value
+        if kind != "object":
+            yield f"len({name})", len(value)
+        if depth < MAX_DEPTH:
+            for key, entry, inner in searched_entries(entries):
+                yield from _values(f"{name}.{key}", entry, inner, visited, depth + 1)
+
+
+def advanced(once: Snapshot, twice: Snapshot, parts: Snapshot) -> list[str]:
+    """Return the names of values that change with each step, rather than with each sample.
+
+    Args:
+        once: The snapshot after one step on some samples.
+        twice: The snapshot after another step on the same samples.
+        parts: The snapshot after steps on parts of these samples, instead of one step.
+    """
+    names = []
+    for name in once.keys() & twice.keys() & parts.keys():
+        change = _distance(once[name], twice[name])
+        difference = _distance(once[name], parts[name])
+        if change > ROUNDING * _size(once[name]) and difference >= 0.05 * change:
+            names.append(name)
+    return names
+
+
+def _distance(value: Any, other: Any) -> float:
+    if not (_is_number(value) and _is_number(other)):
+        return 0.0 if type(value) is type(other) and value == other else math.inf
+    if not (isinstance(value, Tensor) or isinstance(other, Tensor)):
+        return float(abs(value - other))
+    a, b = torch.as_tensor(value), torch.as_tensor(other)
+    return float((a.double() - b.double()).norm()) if a.shape == b.shape else math.inf
+
+
+def _size(value: Any) -> float:
+    if not _is_number(value):
+        return 0.0
+    return float(value.double().norm() if isinstance(value, Tensor) else abs(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)

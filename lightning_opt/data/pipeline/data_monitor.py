@@ -11,8 +11,7 @@ from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

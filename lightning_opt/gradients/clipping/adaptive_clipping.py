@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.gradients.clipping.gradient_clipper import ClipTally, resolve_rule
 from lightning_opt.gradients.clipping.norm_rules import ClippingRule
 from lightning_opt.gradients.gradient_callback import GradientCallback

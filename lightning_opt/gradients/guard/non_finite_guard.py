@@ -13,8 +13,7 @@ from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
 from lightning_opt.gradients.guard.detector import Detection, Detector, LossRecorder, mean_loss
 from lightning_opt.gradients.guard.escalation import Escalation, Policy

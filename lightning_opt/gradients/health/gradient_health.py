@@ -11,8 +11,7 @@ from lightning_opt.core.arguments import check_positive
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale, plain_name
 from lightning_opt.gradients.health.diagnosis import CRITICAL, Issue

@@ -13,8 +13,7 @@ from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.kernels.compiling.measuring import Comparison
 from lightning_opt.kernels.compiling.regions import EAGER, CompileOptions, Region
 from lightning_opt.kernels.compiling.setup import (

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_opt.core.modules.sharding import is_dtensor
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.kernels.layouts import is_dense, same_layout, with_strides
 from lightning_opt.trainer.run_callback import RunCallback
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_opt.core.arguments import check_at_least, check_between
-from lightning_opt.core.measure.malloc import malloc_trim
 from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
     Usage,
     live_bytes,
+    malloc_trim,
     resident_memory,
 )
 from lightning_opt.core.measure.reading import DelayedReads, Schedule

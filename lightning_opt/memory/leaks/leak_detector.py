@@ -12,8 +12,7 @@ from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.sharding import largest_over_ranks, step_groups
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.memory.leaks.suspects import (
     MIN_SAMPLES,
     Census,

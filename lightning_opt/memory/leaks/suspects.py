@@ -19,9 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_opt.core.measure.malloc import malloc_info
-from lightning_opt.core.measure.memory import resident_memory
-from lightning_opt.core.numerics.trend import mann_kendall, theil_sen
+from lightning_opt.core.measure.memory import malloc_info, resident_memory
+from lightning_opt.core.numerics.ratios import mann_kendall, theil_sen
 from lightning_opt.memory import object_graph
 from lightning_opt.memory.object_graph import Root, Walk, graph_size, is_a
 

@@ -19,8 +19,7 @@ from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resident_memory
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
 from lightning_opt.memory.profiler.profile import (
     MemoryCategories,

@@ -14,7 +14,7 @@ from lightning_opt.core.measure.machine import why_no_bf16
 from lightning_opt.core.measure.memory import MB, peak_usage
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
-from lightning_opt.core.output.verdicts import State, Verdict
+from lightning_opt.core.output.report import State, Verdict
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

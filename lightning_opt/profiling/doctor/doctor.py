@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning_opt
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import TOPICS, State, Verdict
+from lightning_opt.core.output.report import TOPICS, Report, State, Verdict
 from lightning_opt.profiling.doctor.checks import CHECKS
 
 if TYPE_CHECKING:

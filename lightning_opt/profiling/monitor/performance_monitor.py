@@ -12,10 +12,8 @@ from lightning_opt.core.arguments import check_between
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.core.modules.batches import check_tokens, samples_in, tokens_in
-from lightning_opt.core.output.history import LossHistory
-from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.loggers import LossHistory, log_scalars
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.profiling.durations import Work
 from lightning_opt.profiling.monitor.report import Record, build_report, describe, judge
 from lightning_opt.profiling.monitor.sampling import Sampler, find_gpu

@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_opt.core.numerics.trend import mann_kendall
-from lightning_opt.core.output.history import History
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.numerics.ratios import mann_kendall
+from lightning_opt.core.output.loggers import History
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.profiling.durations import Work
 from lightning_opt.profiling.monitor.slowdown import Slowdown
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightning_opt.core.numerics.trend import mann_kendall
+from lightning_opt.core.numerics.ratios import mann_kendall
 
 MAX_POINTS = 96
 """Maximum number of points in a history. Must be even, because points are merged in pairs."""

@@ -18,10 +18,8 @@ import lightning_opt
 from lightning_opt.core.arguments import given_arguments
 from lightning_opt.core.measure.machine import commit_of_folder, describe_machine
 from lightning_opt.core.measure.memory import MB, peak_usage
-from lightning_opt.core.output.history import History
-from lightning_opt.core.output.loggers import HISTORIES, logged_step
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import TOPICS
+from lightning_opt.core.output.loggers import HISTORIES, History, logged_step
+from lightning_opt.core.output.report import TOPICS, Report
 from lightning_opt.profiling.doctor.doctor import code_of, collect, doctor, parts_of
 from lightning_opt.trainer.lightning import package_of
 

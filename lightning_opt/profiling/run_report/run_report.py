@@ -18,9 +18,15 @@ from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, live_bytes, peak_memory
 from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.patching import Patches, replaced
-from lightning_opt.core.output.history import History, LossHistory
-from lightning_opt.core.output.loggers import HISTORIES, folders_of, log_image, logged_step
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.loggers import (
+    HISTORIES,
+    History,
+    LossHistory,
+    folders_of,
+    log_image,
+    logged_step,
+)
+from lightning_opt.core.output.report import Verdict
 from lightning_opt.profiling.run_report.page import Page, build_page
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
 from lightning_opt.trainer.run_callback import RunCallback

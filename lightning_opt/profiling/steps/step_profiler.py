@@ -8,8 +8,7 @@ from typing import Any
 
 from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.modules.batches import check_tokens
-from lightning_opt.core.output.report import Report
-from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.profiling.flops import matmul_dtype, peak_flops
 from lightning_opt.profiling.steps.phase_clock import COMMUNICATION, DATA, NAMES
 from lightning_opt.profiling.steps.step_measures import Measures

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from lightning_opt.batching import peaks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak, PassedBatches
-from lightning_opt.core.measure.malloc import malloc_trim
-from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, resident_memory
+from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, malloc_trim, resident_memory
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 

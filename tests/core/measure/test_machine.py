@@ -5,8 +5,7 @@ import os
 import pytest
 
 from lightning_opt.core.measure import machine
-from lightning_opt.core.measure.cgroups import find_cpu_quota
-from lightning_opt.core.measure.machine import available_cpus
+from lightning_opt.core.measure.machine import available_cpus, find_cpu_quota
 
 
 def group(root, version, path, quotas):

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lightning_opt.core.measure import machine
-from lightning_opt.core.measure.cgroups import find_memory_groups
-from lightning_opt.core.measure.malloc import malloc_info, malloc_trim
+from lightning_opt.core.measure.machine import find_memory_groups
 from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
@@ -20,6 +19,8 @@ from lightning_opt.core.measure.memory import (
     Usage,
     address_space,
     live_bytes,
+    malloc_info,
+    malloc_trim,
     resident_memory,
     system_memory,
 )

@@ -5,7 +5,7 @@ import random
 import pytest
 from scipy.stats import kendalltau, norm, theilslopes
 
-from lightning_opt.core.numerics.trend import mann_kendall, theil_sen
+from lightning_opt.core.numerics.ratios import mann_kendall, theil_sen
 
 
 def series(seed: int, n: int, slope: float, digits: int) -> tuple[list[float], list[float]]:

@@ -12,8 +12,14 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 import lightning_opt as lo
-from lightning_opt.core.measure.malloc import malloc_info, malloc_trim
-from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, address_space
+from lightning_opt.core.measure.memory import (
+    MB,
+    MemoryLimits,
+    Usage,
+    address_space,
+    malloc_info,
+    malloc_trim,
+)
 from lightning_opt.memory.cleanup import memory_cleanup as cleanup_module
 from lightning_opt.memory.cleanup.memory_cleanup import Pressure, clean
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of

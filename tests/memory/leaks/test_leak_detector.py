@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 import lightning_opt as lo
-from lightning_opt.core.measure.malloc import malloc_info
-from lightning_opt.core.measure.memory import MemoryLimits, Usage
+from lightning_opt.core.measure.memory import MemoryLimits, Usage, malloc_info
 from lightning_opt.memory import object_graph
 from lightning_opt.memory.leaks import leak_detector
 from lightning_opt.memory.leaks.suspects import MemoryTrend, Suspect, read_counters

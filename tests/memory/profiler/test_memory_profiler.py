@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.core.measure.malloc import malloc_info
-from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resident_memory
+from lightning_opt.core.measure.memory import (
+    MB,
+    MemoryLimits,
+    PeakMeter,
+    malloc_info,
+    resident_memory,
+)
 from lightning_opt.memory.meters import storage_bytes
 from lightning_opt.memory.profiler.profile import (
     CATEGORIES,
