@@ -199,7 +199,7 @@ def train(
 ) -> tuple[VisionBDH, Record, list[L.Callback]]:
     """Train for a number of optimizer steps; return the model, the losses and the callbacks."""
     model, record, callbacks = variant.model(seed), Record(), variant.callbacks()
-    if deterministic:  # before ChannelsLast, which then does not measure times
+    if deterministic:
         callbacks.insert(0, lo.Runtime(deterministic=True))
     trainer = quiet_trainer(
         [*callbacks, record],
@@ -267,7 +267,7 @@ def train_and_keep(
         raise SystemExit(f"There is no {last} to resume from: run without --resume first.")
     variant = variants(backend)[-1]
     model, callbacks = variant.model(seed), variant.callbacks()
-    if deterministic:  # before ChannelsLast, which then does not measure times
+    if deterministic:
         callbacks.insert(0, lo.Runtime(deterministic=True))
     kept = ModelCheckpoint(folder, save_last=True, save_top_k=0, enable_version_counter=False)
     trainer = quiet_trainer([*callbacks, kept], max_epochs=epochs, enable_checkpointing=True)

@@ -38,7 +38,7 @@ from .gradients.curvature.hessian import top_eigenvalue as top_eigenvalue
 from .gradients.guard.non_finite_guard import NonFiniteGuard as NonFiniteGuard
 from .gradients.health.gradient_health import GradientHealth as GradientHealth
 from .kernels.attention.attention_backend import AttentionBackend as AttentionBackend
-from .kernels.attention.rotary_embedding import RotaryEmbedding as RotaryEmbedding
+from .kernels.attention.self_attention import RotaryEmbedding as RotaryEmbedding
 from .kernels.attention.self_attention import SelfAttention as SelfAttention
 from .kernels.channels_last.channels_last import ChannelsLast as ChannelsLast
 from .kernels.compiling.compile_model import CompileModel as CompileModel
@@ -68,9 +68,8 @@ from .profiling.run_report.run_report import RunReport as RunReport
 from .profiling.run_report.run_report import report as report
 from .profiling.steps.step_profiler import StepProfiler as StepProfiler
 from .strategies.compression.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
-from .strategies.compression.hooked_ddp import HookedDDPStrategy as HookedDDPStrategy
+from .strategies.compression.compressed_ddp import HookedDDPStrategy as HookedDDPStrategy
 from .strategies.compressors import Compressor as Compressor
-from .strategies.compressors import PowerSGD as PowerSGD
 from .strategies.compressors import Quantize as Quantize
 from .strategies.compressors import Threshold as Threshold
 from .strategies.compressors import TopK as TopK

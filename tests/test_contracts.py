@@ -48,7 +48,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": "percentile"},
         {"rule": "unit_wise"},
     ],
-    "AttentionBackend": [{"order": ["math"], "watch_batches": 3}],
+    "AttentionBackend": [{"order": ["math"]}],
     "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0}],
     "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],
     "ChannelsLast": [{"policy": "always"}],

@@ -84,7 +84,6 @@ def candidates() -> dict[str, Any]:
         "dense": lambda: "ddp",
         "no exchange": SilentDDP,
         "fp16": lambda: lo.HookedDDPStrategy("fp16"),
-        "PowerSGD rank 1": lambda: compressed("powersgd"),
         TOPK: lambda: compressed("topk"),
         "ddp_int8": lambda: compressed("int8"),
         "ddp_int4": lambda: compressed("int4"),

@@ -158,28 +158,6 @@ class Quantize(Compressor):
         return QuantizedCodec(numel, self.bits, self.block, device)
 
 
-class PowerSGD(Compressor):
-    """Sends low-rank factors of each matrix. torch exchanges them, so there is no codec.
-
-    Args:
-        rank: Rank of the factors.
-
-    Raises:
-        ValueError: For a rank below 1.
-
-    References:
-        Vogels, Karimireddy and Jaggi (2019), *PowerSGD: Practical Low-Rank Gradient Compression for
-        Distributed Optimization*.
-    """
-
-    def __init__(self, rank: int = 1) -> None:
-        self.rank = check_at_least("rank", rank, 1)
-
-    def codec(self, numel: int, device: torch.device) -> Codec:
-        """Raise NotImplementedError: there is no codec."""
-        raise NotImplementedError("PowerSGD has no codec: torch exchanges its factors.")
-
-
 def share_of(numel: int, ratio: float) -> int:
     """Return a share of ``numel`` elements: at least one, unless there are none."""
     return min(max(round(ratio * numel), 1), numel)

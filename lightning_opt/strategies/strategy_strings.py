@@ -17,7 +17,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_compressed": ("CompressedDDPStrategy", {"compressor": "auto"}),
     "ddp_fp16": ("HookedDDPStrategy", {"hook": "fp16"}),
     "ddp_bf16": ("HookedDDPStrategy", {"hook": "bf16"}),
-    "ddp_powersgd": ("CompressedDDPStrategy", {"compressor": "powersgd"}),
     "diloco": ("DiLoCoStrategy", {}),
     "diloco_streaming": ("DiLoCoStrategy", {"sync_every": 30, "fragments": 4, "delay": 5}),
 }

@@ -5,7 +5,6 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_opt.strategies.compression import hook as hook_module
-from lightning_opt.strategies.compression import two_stage
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from tests.helpers.fake_cuda import FIRST, Copies, FakeAccelerator
 from tests.strategies.compression.test_no_reads import (
@@ -21,7 +20,6 @@ from tests.strategies.simulated import SimulatedEvent, simulate_ranks
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_reduction_reads_and_copies_nothing(monkeypatch, scheme, world):
-    monkeypatch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
     monkeypatch.setattr(hook_module, "Event", SimulatedEvent)
     launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.empty(size, device="cuda") for size in SIZES]

@@ -1,5 +1,6 @@
 """Models and runs for the tests of strategies, in each process of ``processes.launch``."""
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,9 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_opt.strategies.compression.compressed_ddp import (
-    CompressedDDPStrategy,
-)
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from tests.helpers.trainers import quiet_trainer
 
 SIZES = (40, 700, 3, 1500, 260)
@@ -55,8 +54,6 @@ class Ledger(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         step, rank = int(batch), self.global_rank
         if step == self.die_at and rank == 1:
-            import os
-
             os._exit(3)
         loss = torch.zeros(())
         for index, weight in enumerate(self.weights):
@@ -70,15 +67,6 @@ class Ledger(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-class Matrices(Ledger):
-    """The same with matrices."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        shapes = [(20, 2), (25, 28), (3,), (30, 50), (26, 10)]
-        self.weights = nn.ParameterList([torch.zeros(shape) for shape in shapes])
 
 
 class LedgerByHand(Ledger):
@@ -143,8 +131,6 @@ def fit(
 
 
 def dist_world() -> int:
-    import os
-
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 

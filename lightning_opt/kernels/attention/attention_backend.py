@@ -20,7 +20,6 @@ from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from lightning_opt.core.arguments import check_at_least
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.output.report import Report
@@ -74,7 +73,6 @@ class AttentionBackend(RunCallback):
     Args:
         order: Backends, best first: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``. Other
             backends are not used, except math. In torch 2.5 the order has no effect.
-        watch_batches: Number of batches to record at the start of each run; 0 for none.
 
     Raises:
         ValueError: For an ``order`` that is empty or has repeated or unknown names; in ``setup``
@@ -92,9 +90,7 @@ class AttentionBackend(RunCallback):
     only_one = True
     not_pickled = ("_recorder",)
 
-    def __init__(
-        self, order: Sequence[str] = ("flash", "cudnn", "efficient", "math"), watch_batches: int = 1
-    ) -> None:
+    def __init__(self, order: Sequence[str] = ("flash", "cudnn", "efficient", "math")) -> None:
         names = [order] if isinstance(order, str) else list(order)
         if "xformers" in names:
             raise ValueError(
@@ -106,9 +102,8 @@ class AttentionBackend(RunCallback):
                 f"order must name some of {', '.join(BACKENDS)}, each once, got {order!r}."
             )
         self.order = tuple(names)
-        self.watch_batches = check_at_least("watch_batches", watch_batches, 0)
         self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._batches_left = 0
+        self._is_first_batch = True
         self._is_compiled = False
         self._undo = Patches()
         self._recorder: CallRecorder | None = None
@@ -119,45 +114,43 @@ class AttentionBackend(RunCallback):
         self.release(trainer)
         self._undo.enter_context(backend_order(self.order))
         self._calls = {}
-        self._batches_left = self.watch_batches
+        self._is_first_batch = True
         self._is_compiled = False
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Record the calls of the first batches."""
+        """Record the calls of the first batch."""
         self._start_recording(trainer, pl_module)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Record the calls of the first batches outside of training."""
+        """Record the calls of the first batch outside of training."""
         if trainer.state.fn != "fit":
             self._start_recording(trainer, pl_module)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def _start_recording(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._batches_left <= 0 or self._recorder is not None:
+        if not self._is_first_batch:
             return
-        self._batches_left -= 1
+        self._is_first_batch = False
         self._is_compiled = has_compiled_parts(trainer.strategy.model or pl_module)
         if not self._is_compiled:
             self._recorder = CallRecorder(self._calls, self.order)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Stop recording; after the last recorded batch, warn if math is used."""
-        if self._recorder is None:
-            return
-        self._recorder.close()
-        self._recorder = None
-        if self._batches_left <= 0:
+        """Stop recording, and warn if math is used."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
             self._warn_of_math()
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def report(self) -> Report:
-        """Return one row for each kind of call in the recorded batches."""
+        """Return one row for each kind of call in the first batch."""
         notes = []
         if not CAN_SET_ORDER:
             notes.append("This version of torch cannot set the order of backends.")

@@ -1,9 +1,8 @@
-"""Convolutions in the channels_last memory format, if that is faster."""
+"""Convolutions in the channels_last memory format."""
 
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -14,12 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import check_one_of
-from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
-from lightning_opt.core.measure.timing import rotated
-from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import is_dtensor
-from lightning_opt.core.modules.trial import TrialStep
-from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.layouts import same_layout, with_strides
 from lightning_opt.trainer.lightning import (
@@ -35,13 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Policy = Literal["auto", "layers", "always"]
+Policy = Literal["auto", "always"]
 
-# Steps in each format; the first one prepares kernels.
-UNTIMED_ROUNDS, TIMED_ROUNDS = 1, 3
-# channels_last is used if its step takes less than this share of the contiguous step's time.
-# Smaller differences are noise.
-MAX_TIME_SHARE = 0.97
 # Convolutions by the number of dimensions of their weights.
 CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
@@ -60,19 +49,12 @@ OTHER_MATMUL_LAYERS = (
 
 
 class ChannelsLast(RunCallback):
-    """Switches convolutions to channels_last, if that is faster.
+    """Switches the convolutions of convolutional models to channels_last.
 
     Weights of ``Conv2d``, ``Conv3d`` and their transposes, with their gradients and optimizer
     state, are converted to ``torch.channels_last`` or ``channels_last_3d`` while a stage runs.
     Outputs follow the weights, regardless of the layout of the input. Results are the same up to
     rounding, since a different kernel sums in a different order.
-
-    With ``"auto"`` on a single process, forward and backward pass of the first training batch run
-    four times in each format before the first step, without side effects; channels_last is kept if
-    it saves 3% of the time. In other cases the decision follows the layers, as with ``"layers"``:
-    outside of training, with several processes (DDP needs the final layout of the weights before
-    the first batch), with ``CompileModel`` (the compiler would be timed), and with deterministic
-    algorithms (timing is not reproducible).
 
     Everything is restored when the run ends or fails. Checkpoints hold the optimizer state in its
     original layout.
@@ -80,14 +62,13 @@ class ChannelsLast(RunCallback):
     Nothing is logged; :meth:`report` contains the decision and its reason.
 
     Args:
-        policy: ``"auto"`` measures; ``"layers"`` uses channels_last if at least half of the
-            matrix-multiplying layers are convolutions over two or three dimensions; ``"always"``
-            uses it in any case.
+        policy: ``"auto"`` uses channels_last if at least half of the matrix-multiplying layers are
+            convolutions over two or three dimensions; ``"always"`` uses it in any case.
 
     Raises:
         ValueError: In ``__init__`` for another policy; in ``setup`` for ``"always"`` under FSDP,
-            ``ModelParallelStrategy`` and DeepSpeed, whose shards have their own memory order. The
-            other policies do not change such models.
+            ``ModelParallelStrategy`` and DeepSpeed, whose shards have their own memory order.
+            ``"auto"`` does not change such models.
 
     Example:
         >>> import lightning as L
@@ -102,11 +83,10 @@ class ChannelsLast(RunCallback):
         self.policy = check_one_of("policy", policy, get_args(Policy))
         self._convolutions: Convolutions | None = None
         self._hooks: list[RemovableHandle] = []
-        self._is_undecided = False
-        self._decision: dict[str, Any] = {}
+        self._decision: dict[str, str] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Decide before the strategy wraps the model, unless the decision needs a measurement."""
+        """Decide and convert, before the strategy wraps the model."""
         strategy = type(trainer.strategy).__name__
         sharded = isinstance(
             trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
@@ -122,42 +102,33 @@ class ChannelsLast(RunCallback):
         if sharded:
             self._decide(False, f"{strategy} lays out the weights itself")
         elif not is_overridden("configure_model", pl_module):
-            self._inspect(trainer, pl_module)
+            self._inspect(pl_module)
         elif trainer.world_size > 1:
             self._decide(False, "configure_model creates the layers, which are wrapped immediately")
 
-    def _inspect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Decide by the policy and the layers, unless the decision needs a measurement."""
+    def _inspect(self, pl_module: pl.LightningModule) -> None:
+        """Decide by the layers, and convert."""
         self._convolutions = convolutions = Convolutions(pl_module)
-        obstacle = _obstacle_to_measuring(trainer) if self.policy == "auto" else None
-        if convolutions.count == 0:
-            self._decide(False, "no convolutions over two or three dimensions")
-        elif self.policy == "always":
-            self._decide(True, "policy 'always'")
-        elif self.policy == "auto" and obstacle is None:
-            self._is_undecided = True
-        else:
-            counts = (
-                f"{convolutions.count} convolutions, "
-                f"{convolutions.others} other layers that multiply"
-            )
-            reason = counts if obstacle is None else f"{counts} ({obstacle})"
-            self._decide(convolutions.are_majority, reason)
+        others = f"{convolutions.others} other layers that multiply"
+        self._decide(
+            convolutions.count > 0
+            and (self.policy == "always" or convolutions.count >= convolutions.others),
+            f"{convolutions.count} convolutions over two or three dimensions, {others}",
+        )
 
-    def _decide(self, channels_last: bool, reason: str, **figures: float) -> None:
-        self._is_undecided = False
+    def _decide(self, channels_last: bool, reason: str) -> None:
         name = "channels_last" if channels_last else "contiguous"
-        self._decision = {"memory format": name, "because": reason, **figures}
+        self._decision = {"memory format": name, "because": reason}
         log.info("ChannelsLast: %s. Reason: %s.", name, reason)
         if channels_last and self._convolutions is not None:
             self._convolutions.convert()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Inspect models of ``configure_model``, and convert optimizer states on save and load."""
-        if not self._decision and not self._is_undecided:
-            self._inspect(trainer, pl_module)
+        if not self._decision:
+            self._inspect(pl_module)
         convolutions = self._convolutions
-        if convolutions is None or not (convolutions.converted or self._is_undecided):
+        if convolutions is None or not convolutions.converted or self._hooks:
             return
         for optimizer in trainer.optimizers:
             self._hooks += [
@@ -167,46 +138,8 @@ class ChannelsLast(RunCallback):
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Measure on the first batch, if the decision needs it."""
-        if not self._is_undecided or self._convolutions is None:
-            return
-        self._measure(self._convolutions, TrialStep(trainer, pl_module, batch, batch_idx))
-        if self._is_undecided:
-            recover_memory(pl_module.device)
-            by_layers = self._convolutions.are_majority
-            self._decide(by_layers, "the layers, because memory ran out during the measurement")
-        if self._convolutions.converted:  # optimizers loaded their state before the conversion
-            for optimizer in trainer.optimizers:
-                self._convolutions.align_state(optimizer)
-
-    def _measure(self, convolutions: Convolutions, step: TrialStep) -> None:
-        """Time the step in both formats in turns, and decide unless memory runs out."""
-        seconds: dict[str, list[float]] = {"contiguous": [], "channels_last": []}
-        try:
-            for turn in range(UNTIMED_ROUNDS + TIMED_ROUNDS):
-                for name in rotated(list(seconds), turn):
-                    if name == "channels_last":
-                        convolutions.convert()
-                    try:
-                        seconds[name].append(step.run())
-                    finally:
-                        convolutions.restore()
-        except CAUGHT as error:
-            if not is_out_of_memory(error):
-                raise
-            return
-        timed = {name: values[UNTIMED_ROUNDS:] for name, values in seconds.items()}
-        self._decide(
-            median_ratio(timed["channels_last"], timed["contiguous"]) < MAX_TIME_SHARE,
-            "a measurement on the first batch",
-            **{f"ms {name}": 1e3 * statistics.median(values) for name, values in timed.items()},
-        )
-
     def report(self) -> Report:
-        """Return the decision and its reason; milliseconds are of forward and backward pass."""
+        """Return the decision and its reason."""
         return Report("ChannelsLast", [self._decision] if self._decision else [])
 
     def release(self, trainer: pl.Trainer) -> None:
@@ -217,22 +150,6 @@ class ChannelsLast(RunCallback):
             self._convolutions.restore(trainer.optimizers)
         self._hooks = []
         self._convolutions = None
-        self._is_undecided = False
-
-
-def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
-    """Return the reason why a measurement is impossible or useless, else None."""
-    if trainer.state.fn != "fit":
-        return "no training to measure"
-    if trainer.world_size > 1:
-        return "several processes"
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms (timing is not reproducible)"
-    is_compiled = has_compiled_parts(trainer.lightning_module) or any(
-        isinstance(callback, RunCallback) and callback.compiles_model
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-    )
-    return "a model that is compiled" if is_compiled else None
 
 
 class Convolutions:
@@ -262,11 +179,6 @@ class Convolutions:
                         if weight.ndim == ndim and _owns_memory(weight):
                             self._formats[weight] = FORMATS[ndim]
             self.others += isinstance(module, OTHER_MATMUL_LAYERS)
-
-    @property
-    def are_majority(self) -> bool:
-        """Whether at least half of the matrix-multiplying layers are convolutions."""
-        return self.count > 0 and self.count >= self.others
 
     @property
     def converted(self) -> bool:

@@ -303,15 +303,14 @@ class CompileModel(RunCallback):
         rows = self.report().rows
         if not rows:
             return []
-        uncompiled = [row["region"] for row in rows if row["mode"] == EAGER]
-        if uncompiled and self.measure and len(uncompiled) == len(rows):
-            return [Verdict("compilation", "ok", " ".join(self.report().notes))]
-        if uncompiled:
-            names = ", ".join(uncompiled[:3])
-            finding = f"{len(uncompiled)} of {len(rows)} regions run uncompiled: {names}."
-            advice = "The notes of CompileModel's report() contain the reasons."
-            return [Verdict("compilation", "look", finding, advice)]
-        return [Verdict("compilation", "ok", f"{len(rows)} regions ran compiled.")]
+        compiled = sum(row["mode"] != EAGER for row in rows)
+        finding = " ".join(
+            [f"{compiled} of {len(rows)} regions ran compiled.", *self.report().notes]
+        )
+        if compiled == len(rows) or (self.measure and not compiled):
+            return [Verdict("compilation", "ok", finding)]
+        advice = "Change what could not be compiled, or remove CompileModel."
+        return [Verdict("compilation", "look", finding, advice)]
 
     def report(self) -> Report:
         """Return one row per region: mode, seconds and graphs; the reasons of failures as notes."""

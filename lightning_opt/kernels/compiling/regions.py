@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import takewhile
 from textwrap import shorten
 from types import FunctionType
 from typing import Any
@@ -97,7 +96,7 @@ class Region:
         return self.modes[self.mode_index]
 
     def use_mode(self, index: int) -> None:
-        self.mode_index = min(index, len(self.modes) - 1)
+        self.mode_index = index
         self.compiled = None
         for forward in self.forwards:
             forward.reset()
@@ -138,10 +137,10 @@ class Region:
         return copy
 
     def fall_back(self, error: BaseException) -> None:
-        """Use the next mode that may work, and report the reason."""
+        """Use the next mode, and report the reason."""
         failed_mode = self.mode
         self.reason = reason(error)
-        self.use_mode(len(self.modes) if fails_in_every_mode(error) else self.mode_index + 1)
+        self.use_mode(self.mode_index + 1)
         self.options.on_failure(self, failed_mode, error)
 
     def apply(self, stack: ExitStack) -> None:
@@ -300,18 +299,7 @@ def is_compiler_error(error: BaseException) -> bool:
     return any(f"{kind.__module__}.".startswith(COMPILERS) for kind in type(error).__mro__)
 
 
-def fails_in_every_mode(error: BaseException) -> bool:
-    """Return whether tracing failed, which is the same in every mode."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return "TorchDynamoException" in names and "BackendCompilerFailed" not in names
-
-
 def reason(error: BaseException) -> str:
-    """Return the class and the first lines of the innermost error."""
-    inner = getattr(error, "inner_exception", None)
-    shown = inner if isinstance(inner, BaseException) else error
-    hints = ("Set TORCH", "from user code", "You can suppress", "For even more")
-    lines = takewhile(lambda line: not line.startswith(hints), str(shown).splitlines())
-    text = shorten(" ".join(lines), MAX_REASON, placeholder="...")
-    name = type(shown).__name__
-    return text if text.startswith(name) else f"{name}: {text}".rstrip(": ")
+    """Return the class and the first words of the innermost error."""
+    shown = getattr(error, "inner_exception", None) or error
+    return shorten(f"{type(shown).__name__}: {shown}", MAX_REASON, placeholder="...")

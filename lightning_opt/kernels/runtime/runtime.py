@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -14,14 +17,17 @@ from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.output.report import Report
-from lightning_opt.kernels.runtime import process_settings
-from lightning_opt.kernels.runtime.process_settings import Change, NotSetError
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
+
+CUBLAS_ENV_VAR = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+ALLOCATOR_ENV_VARS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE_SEGMENTS = "expandable_segments"
 
 MatmulPrecision = Literal["highest", "high", "medium"]
 
@@ -137,25 +143,25 @@ class Runtime(RunCallback):
         """Yield the name and the value of each setting, and the function that applies it."""
         device = trainer.strategy.root_device
         if (precision := self.matmul_precision) is not None:
-            change = partial(process_settings.set_matmul_precision, precision, device)
+            change = partial(set_matmul_precision, precision, device)
             yield "matmul_precision", precision, change
         if self.deterministic:  # before cuDNN's benchmark, which depends on it
-            yield "deterministic", True, process_settings.set_deterministic
+            yield "deterministic", True, set_deterministic
         if self.cudnn_benchmark is not None:
             on = bool(self.cudnn_benchmark)
-            yield "cudnn_benchmark", on, partial(process_settings.set_cudnn_benchmark, on, device)
+            yield "cudnn_benchmark", on, partial(set_cudnn_benchmark, on, device)
         if self.allocator is not None:
-            change = partial(process_settings.set_expandable_segments, device)
+            change = partial(set_expandable_segments, device)
             yield "allocator", self.allocator, change
         if (cpus := self.cpu_affinity) is not None:
             if cpus == "split":
                 ranks = max(1, trainer.num_devices)
-                cpus = process_settings.share_of(allowed_cpus(), trainer.local_rank, ranks)
-            yield "cpu_affinity", cpus or "split", partial(process_settings.set_affinity, cpus)
+                cpus = share_of(allowed_cpus(), trainer.local_rank, ranks)
+            yield "cpu_affinity", cpus or "split", partial(set_affinity, cpus)
         if self.priority is not None:
-            yield "priority", self.priority, partial(process_settings.set_priority, self.priority)
+            yield "priority", self.priority, partial(set_priority, self.priority)
         if self.threads is not None:
-            yield "threads", self.threads, partial(process_settings.set_threads, self.threads)
+            yield "threads", self.threads, partial(set_threads, self.threads)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -199,3 +205,187 @@ def _check_cpus(cpus: Any) -> list[int] | Literal["split"] | None:
             f"cpu_affinity must be a list of numbers of CPUs, 'split' or None, got {cpus!r}."
         )
     return list(cpus)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A setting that was changed: its previous value, how to restore it, and a remark."""
+
+    before: Any
+    undo: Callable[[], object]
+    note: str = ""
+
+
+class NotSetError(Exception):
+    """A setting was not changed.
+
+    Args:
+        note: The reason.
+        failed: Whether the change failed unexpectedly, so that a warning is due.
+    """
+
+    def __init__(self, note: str, failed: bool = False) -> None:
+        super().__init__(note)
+        self.failed = failed
+
+
+def set_matmul_precision(precision: str, device: torch.device) -> Change:
+    try:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+    except RuntimeError as error:  # torch's newer API was used, which excludes this one
+        raise NotSetError(str(error).splitlines()[0], failed=True) from None
+    note = ""
+    if device.type == "cpu" and precision != "highest":
+        note = "on a CPU it permits oneDNN to use lower precision, which few CPUs support"
+    return Change(before, partial(torch.set_float32_matmul_precision, before), note)
+
+
+def set_cudnn_benchmark(on: bool, device: torch.device) -> Change:
+    """Set whether cuDNN times its kernels for each new shape."""
+    if device.type != "cuda" or not torch.backends.cudnn.is_available():
+        raise NotSetError(f"{device.type} has no cuDNN")
+    if on and torch.are_deterministic_algorithms_enabled():
+        raise NotSetError("deterministic algorithms are requested")
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = on
+    return Change(before, lambda: setattr(torch.backends.cudnn, "benchmark", before))
+
+
+def set_deterministic() -> Change:
+    """Allow deterministic algorithms only; others raise an error."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    flags = (cudnn.deterministic, cudnn.benchmark)
+    workspace = os.environ.get(CUBLAS_ENV_VAR)
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    note = ""
+    if workspace not in DETERMINISTIC_WORKSPACES:
+        os.environ[CUBLAS_ENV_VAR] = DETERMINISTIC_WORKSPACES[0]
+        if workspace is not None:
+            note = f"{CUBLAS_ENV_VAR} was {workspace}"
+        elif torch.cuda.is_available() and torch.cuda.memory_allocated():
+            setting = f"{CUBLAS_ENV_VAR}={DETERMINISTIC_WORKSPACES[0]}"
+            note = f"too late if cuBLAS was used already: set {setting} before you start"
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = flags
+        if workspace is None:
+            os.environ.pop(CUBLAS_ENV_VAR, None)
+        else:
+            os.environ[CUBLAS_ENV_VAR] = workspace
+
+    return Change(before, undo, note)
+
+
+def set_expandable_segments(device: torch.device) -> Change:
+    """Let CUDA's allocator grow its segments instead of adding new ones."""
+    if device.type != "cuda":
+        raise NotSetError(f"{device.type} has no such allocator")
+    if not sys.platform.startswith("linux"):
+        raise NotSetError("only on Linux", failed=True)
+    present = _allocator_settings()
+    if EXPANDABLE_SEGMENTS in present:
+        raise NotSetError(f"it is set to {present} already")
+    requested = f"{EXPANDABLE_SEGMENTS}:True"
+    try:
+        # The allocator resets options that are missing, so the present ones are repeated.
+        _configure_allocator(f"{present},{requested}" if present else requested)
+    except (RuntimeError, ValueError, AttributeError) as error:
+        note = f"{error}; set {ALLOCATOR_ENV_VARS[1]}={requested} before you start"
+        raise NotSetError(note, failed=True) from None
+    reserved = torch.cuda.memory_reserved(device)
+    note = f"too late for {reserved >> 20} MiB that are reserved already" if reserved else ""
+    undo = partial(_configure_allocator, present or f"{EXPANDABLE_SEGMENTS}:False")
+    return Change(present, undo, note)
+
+
+def _allocator_settings() -> str:
+    """Return the allocator's current settings; if torch cannot return them, the environment's."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return str(read())
+    return next((os.environ[name] for name in ALLOCATOR_ENV_VARS if os.environ.get(name)), "")
+
+
+def _configure_allocator(settings: str) -> None:
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # before torch 2.9
+        configure = torch.cuda.memory._set_allocator_settings
+    configure(settings)
+
+
+def set_threads(number: int) -> Change:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    return Change(before, partial(torch.set_num_threads, before))
+
+
+def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
+    """Return the part of ``cpus`` for one process; empty if there are fewer CPUs than processes."""
+    size = len(cpus) // ranks
+    return cpus[rank * size : (rank + 1) * size]
+
+
+def set_affinity(cpus: Iterable[int]) -> Change:
+    """Bind the threads of this process and threads that they start to CPUs."""
+    requested = sorted(cpus)
+    if not requested:
+        raise NotSetError("fewer CPUs than processes", failed=True)
+    if not hasattr(os, "sched_setaffinity"):
+        raise NotSetError(f"not possible on {sys.platform}", failed=True)
+    return _set_for_all_threads(
+        requested, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
+    )
+
+
+def set_priority(niceness: int) -> Change:
+    """Set the niceness of the threads of this process and of threads that they start."""
+    if not sys.platform.startswith("linux"):
+        raise NotSetError(f"not possible on {sys.platform}", failed=True)
+    return _set_for_all_threads(
+        niceness,
+        lambda thread: os.getpriority(os.PRIO_PROCESS, thread),
+        lambda thread, value: os.setpriority(os.PRIO_PROCESS, thread, value),
+    )
+
+
+def _set_for_all_threads(
+    requested: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
+) -> Change:
+    """Set a value that Linux stores per thread and that new threads inherit."""
+    process_value = read(0)
+    before = {}
+    for thread in _threads():
+        with suppress(ProcessLookupError):  # the thread has ended
+            before[thread] = read(thread)
+
+    def write_all(value_of: Callable[[int], Any]) -> None:
+        for thread in _threads():
+            with suppress(ProcessLookupError):
+                write(thread, value_of(thread))
+
+    undo = partial(write_all, lambda thread: before.get(thread, process_value))
+    try:
+        write_all(lambda thread: requested)
+        actual = read(0)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    else:
+        if actual == requested:
+            return Change(process_value, undo)
+        reason = f"the system set it to {actual}"
+    with suppress(OSError):
+        undo()
+    raise NotSetError(reason, failed=True)
+
+
+def _threads() -> list[int]:
+    import psutil
+
+    return [thread.id for thread in psutil.Process().threads()]

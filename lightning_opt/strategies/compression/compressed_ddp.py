@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_opt.core.arguments import check_at_least
+from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars
@@ -24,16 +24,17 @@ from lightning_opt.strategies.compression.choice import (
     Scheme,
     default_ramp_steps,
 )
-from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
-from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
+from lightning_opt.strategies.compression.hook import (
+    CompressedReduction,
+    cast_bucket,
+    reduce_bucket,
+)
+from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
-from lightning_opt.trainer.lightning import is_overridden
+from lightning_opt.trainer.lightning import BaseDDPStrategy, is_overridden
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 TOO_SPARSE_FOR_ADAM = 0.002
-
-ONE_BUCKET = 2**20
-"""``bucket_cap_mb`` for one bucket, whatever the model."""
 
 
 class CompressedDDPStrategy(OwnExchangeStrategy):
@@ -75,8 +76,8 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     be resumed with any number of ranks.
 
     Args:
-        compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, ``"powersgd"``, an object
-            such as ``Quantize(bits=8, block=256)``, or ``"auto"``.
+        compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, an object such as
+            ``Quantize(bits=8, block=256)``, or ``"auto"``.
         ratio: Share of the elements that Top-K sends; the others ignore it.
         error_feedback: Keep the residual. False is for comparison: accuracy suffers.
         warmup_steps: First backward passes that are not compressed: at least 2, or 3 with
@@ -86,15 +87,13 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             so late ones do harm. None for half of the run, at most ``30 / ratio`` steps;
             ``10 / ratio`` if the run's length is unknown.
         every_n_steps: Optimizer steps between reports.
-        process_group_backend: ``"gloo"``, ``"nccl"``, or None to choose by the device.
         **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy` and
             :class:`~torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
-        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps,
-            PowerSGD with a ``bucket_cap_mb``, or another communication hook; in ``setup`` for
-            LBFGS, sharded parameters, or if a callback or a ``configure_gradient_clipping`` clips
-            reduced gradients with Top-K or Threshold.
+        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps, or
+            another communication hook; in ``setup`` for LBFGS, sharded parameters, or if a callback
+            or a ``configure_gradient_clipping`` clips reduced gradients with Top-K or Threshold.
 
     Example:
         >>> import lightning as L
@@ -114,19 +113,10 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         warmup_steps: int = 10,
         ramp_steps: int | None = None,
         every_n_steps: int = 50,
-        process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.compressor = resolve_compressor(compressor, ratio)
-        if isinstance(self.compressor, PowerSGD):
-            if "bucket_cap_mb" in kwargs:
-                raise ValueError(
-                    "PowerSGD needs one bucket for the whole model, so bucket_cap_mb cannot be "
-                    "given: torch's hook launches collectives from within collectives, which "
-                    "deadlocks on gloo with two buckets."
-                )
-            kwargs["bucket_cap_mb"] = ONE_BUCKET
-        super().__init__(process_group_backend=process_group_backend, **kwargs)
+        super().__init__(**kwargs)
         self.chooses = compressor == "auto"
         self.error_feedback = error_feedback
         layout_steps = 3 if kwargs.get("static_graph") else 2
@@ -285,6 +275,29 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         super().teardown()
 
 
+class HookedDDPStrategy(BaseDDPStrategy):
+    """DDP that casts gradients to a half-precision dtype to send them, on gloo too.
+
+    Args:
+        hook: ``"fp16"`` or ``"bf16"``: the dtype that gradients are sent in.
+        **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy` and
+            :class:`~torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        ValueError: For an unknown hook.
+    """
+
+    def __init__(self, hook: Literal["fp16", "bf16"] = "fp16", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.hook = check_one_of("hook", hook, ("fp16", "bf16"))
+
+    def _register_ddp_hooks(self) -> None:
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        dtype = torch.float16 if self.hook == "fp16" else torch.bfloat16
+        model.register_comm_hook(dtype, cast_bucket)
+
+
 def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor:
     """Return the compressor of a name; for ``"auto"`` the harshest.
 
@@ -298,7 +311,6 @@ def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor
         "threshold": Threshold(),
         "int8": Quantize(bits=8),
         "int4": Quantize(bits=4),
-        "powersgd": PowerSGD(),
     }
     if isinstance(compressor, Compressor):
         return compressor

@@ -1,23 +1,26 @@
-"""Averages one bucket of gradients over all ranks: uncompressed, by an all-gather, or low-rank.
+"""Averages one bucket over all ranks: uncompressed, by an all-gather, or in two stages.
 
 No collective is launched from a callback of another: gloo matches collectives by the order of their
 calls, and that would deadlock. Every rank adds the messages in rank order, so that all replicas get
 the same bits.
+
+An all-gather of whole messages grows with the number of ranks. In two stages, each rank sums one
+shard of the bucket for all ranks and sends the compressed mean to all, so that a rank sends less
+than twice the message at any number of ranks.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 
 from lightning_opt.core.modules.sharding import reads_are_free
@@ -40,9 +43,6 @@ PIECE_SIZE = 2_097_152
 
 MIN_PIECE_SIZE = 262_144
 """Minimum elements of a shard's piece, because more ranks mean smaller messages."""
-
-MIN_COMPRESSION_RATE = 2
-"""PowerSGD sends a matrix uncompressed unless it becomes more than this many times smaller."""
 
 
 def all_reduce_mean(gradient: Tensor, dtype: torch.dtype | None = None) -> Future[Tensor]:
@@ -107,7 +107,7 @@ class Exchange(ABC):
         self.residual = residual
         self.non_finite = torch.zeros((), dtype=torch.bool, device=residual.committed.device)
         self._world = dist.get_world_size()
-        self._codecs: list[Codec] = []  # of this rank's messages; none if torch encodes them
+        self._codecs: list[Codec] = []  # of this rank's messages
 
     @abstractmethod
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
@@ -132,8 +132,6 @@ class Exchange(ABC):
 
     @property
     def selected(self) -> int:
-        if not self._codecs:
-            return self.residual.committed.numel()
         return sum(read_count(codec.message) for codec in self._codecs)
 
 
@@ -202,71 +200,168 @@ class GatherExchange(Exchange):
         return self._pieces[0][1].bound
 
 
-class LowRankExchange(Exchange):
-    """Sends two factors of each matrix of a bucket, and vectors whole, with torch's PowerSGD hook.
-
-    torch's own error feedback is off: its residual keeps NaN for ever, includes the loss scale, and
-    is in no checkpoint. On gloo there must be one bucket for the whole model: torch's hook
-    launches collectives from within collectives, which deadlocks with two.
+class Piece:
+    """A piece of every shard of a bucket; pieces are exchanged one after the other.
 
     Args:
-        rank: Rank of the factors.
-        residual: See :class:`Exchange`.
-        shapes: Shapes of the bucket's parameters, in order.
+        compressor: Compresses the messages of both stages.
+        slices: The piece's slice of each rank's shard, as slices of the bucket.
+        group: See :class:`TwoStageExchange`.
+        like: A tensor with the residual's dtype and device.
 
-    References:
-        Vogels, Karimireddy and Jaggi (2019), *PowerSGD: Practical Low-Rank Gradient Compression for
-        Distributed Optimization*.
+    Attributes:
+        own_slice: The slice of this rank's shard.
+        codecs: The codecs of the messages to the ranks.
+        mean_residual: The residual of the mean of this rank's slice.
     """
 
-    def __init__(self, rank: int, residual: Residual, shapes: Sequence[torch.Size]) -> None:
-        super().__init__(residual)
-        self._rank = rank
-        self._shapes = shapes
-        self._state = self._initial_state()
-        sent = 0
-        for shape in shapes:
-            rows = shape[0] if shape else 1
-            columns = shape.numel() // max(rows, 1)
-            factors = (rows + columns) * min(rows, columns, rank)
-            sent += factors if factors * MIN_COMPRESSION_RATE < shape.numel() else shape.numel()
-        self.sent_bytes = dense_bytes(sent, residual.committed.element_size(), self._world)
+    def __init__(
+        self, compressor: Quantize, slices: list[slice], group: dist.ProcessGroup, like: Tensor
+    ) -> None:
+        self.own_slice = slices[dist.get_rank(group)]
+        self._slices = slices
+        self._group = group
+        self.codecs = [compressor.codec(part.stop - part.start, like.device) for part in slices]
+        row = self.codecs[0].nbytes  # the last shards may need less
+        self._sent = self.codecs[0].message.new_zeros(len(slices), row)
+        for codec, message in zip(self.codecs, self._sent, strict=True):
+            codec.message = message
+        self._received = torch.empty_like(self._sent)
+        self._mean_codec = compressor.codec(self.own_slice.stop - self.own_slice.start, like.device)
+        self._mean_codec.message = self._sent.new_zeros(row)
+        self.mean_residual = Residual(like.new_zeros(self.own_slice.stop - self.own_slice.start))
+        self._gathered = torch.empty_like(self._sent)
+        self.sent_bytes = 2 * (len(slices) - 1) * row
 
-    def _initial_state(self) -> powerSGD_hook.PowerSGDState:
-        """Return torch's state, which keeps the factors of the previous step as a start."""
-        state = powerSGD_hook.PowerSGDState(
-            None,
-            matrix_approximation_rank=self._rank,
-            min_compression_rate=MIN_COMPRESSION_RATE,
-            start_powerSGD_iter=2,
-            use_error_feedback=False,
+    def scatter(self, pending: Tensor, bad: Tensor) -> Any:
+        """Encode this rank's messages, and launch the first stage."""
+        for codec, part in zip(self.codecs, self._slices, strict=True):
+            encode(codec, pending[part], bad)
+        self._scattering = dist.all_to_all_single(
+            self._received, self._sent, group=self._group, async_op=True
         )
-        state.iter = 2  # skips torch's warm-up
-        return state
+        return self._scattering
+
+    def gather(self, non_finite: Tensor) -> None:
+        """Wait for the first stage, encode the mean of this rank's shard, launch the second stage.
+
+        Args:
+            non_finite: Set to true if any rank's gradient was not finite. All ranks receive that
+                here, because a rank flags all its messages.
+        """
+        self._scattering.wait()
+        non_finite.logical_or_(any_flag(self._received))
+        mean = self.mean_residual.pending.copy_(self.mean_residual.committed)
+        add_messages(self._mean_codec, self._received, mean, 1.0 / len(self._slices))
+        self._mean_codec.compress(mean)
+        self._gathering = all_gather(
+            self._gathered.view(-1), self._mean_codec.message, group=self._group, async_op=True
+        )
+
+    def decode(self, gradient: Tensor, scale: Scalar, non_finite: Tensor) -> None:
+        """Wait for the second stage, and overwrite the gradient with ``scale`` times the means."""
+        self._gathering.wait()
+        for codec, part, row in zip(self.codecs, self._slices, self._gathered, strict=True):
+            codec.decompress_add(row, clear(gradient[part], non_finite), scale)
+
+
+class TwoStageExchange(Exchange):
+    """Sends quantized shards to the ranks that add them up, and gathers the quantized means.
+
+    Both stages have error feedback: each rank keeps the residual of its gradient, and of the mean
+    of its shard.
+
+    On a CPU, shards travel in pieces, and while one is in flight others are encoded. The result has
+    the same bits as whole shards.
+
+    Args:
+        compressor: Compresses the messages of both stages.
+        residual: See :class:`Exchange`.
+        group: A process group that nothing else uses: the stages of all buckets must be launched in
+            the same order on all ranks.
+        worker: One thread, the same for all buckets, which runs the exchanges in order.
+    """
+
+    def __init__(
+        self,
+        compressor: Quantize,
+        residual: Residual,
+        group: dist.ProcessGroup,
+        worker: ThreadPoolExecutor,
+    ) -> None:
+        super().__init__(residual)
+        self._worker = worker
+        numel = residual.committed.numel()
+        # Shards end at the end of a block; the last shards of a small bucket may be empty.
+        size = -(-numel // (self._world * compressor.block)) * compressor.block
+        step = piece_size(compressor, size, residual.committed.device, self._world)
+        self._pieces = []
+        for part in split(size, step):
+            slices = [
+                slice(min(start + part.start, numel), min(start + part.stop, numel))
+                for start in range(0, self._world * max(size, 1), max(size, 1))
+            ]
+            self._pieces.append(Piece(compressor, slices, group, residual.committed))
+            self._codecs += self._pieces[-1].codecs
+        self.sent_bytes = sum(piece.sent_bytes for piece in self._pieces)
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        gradient.copy_(self.residual.pending * scale)
+        # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
+        bad = is_finite(self.residual.pending).logical_not()
+        self.non_finite.zero_()
+        if not reads_are_free(gradient.device):
+            return self._enqueue(gradient, scale, bad)
+        future: Future[Tensor] = Future()
 
-        def finish(future: Future[Tensor]) -> Tensor:
-            mean = future.value()
-            torch.logical_not(is_finite(mean), out=self.non_finite)  # the same bits on all ranks
-            if self.non_finite:  # no extra wait: torch's hook has waited for the device
-                self._state = self._initial_state()  # else the factors would stay NaN
-            else:
-                self.residual.pending.sub_(mean / scale)
-            return mean
+        def run() -> None:
+            try:
+                self._run(gradient, scale, bad)
+                future.set_result(gradient)
+            except Exception as error:  # noqa: BLE001 - DDP raises it in the backward pass
+                future.set_exception(error)  # type: ignore[arg-type]
 
-        numels = [shape.numel() for shape in self._shapes]
-        pairs = zip(gradient.split(numels), self._shapes, strict=True)
-        matrices = [part.view(shape) for part, shape in pairs]
-        bucket: Any = SimpleNamespace(  # the methods that torch's hook calls
-            buffer=lambda: gradient,
-            gradients=lambda: matrices,
-            index=lambda: 0,
-            is_last=lambda: False,
-        )
-        future: Future[Tensor] = powerSGD_hook.powerSGD_hook(self._state, bucket).then(finish)
+        self._worker.submit(run)
         return future
+
+    def _enqueue(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
+        """Launch everything at once: torch runs ``finish`` on a separate stream.
+
+        That stream waits for the first stage; the backward pass and the host do not.
+        """
+        (piece,) = self._pieces
+
+        def finish(future: Future[list[Tensor]]) -> Tensor:
+            future.value()  # raises its error
+            piece.gather(self.non_finite)
+            piece.decode(gradient, scale, self.non_finite)
+            return gradient
+
+        future: Future[Tensor] = piece.scatter(self.residual.pending, bad).get_future().then(finish)
+        return future
+
+    def _run(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> None:
+        pieces = self._pieces
+        # A pipeline: one piece is encoded while the two before it are in flight. All ranks launch
+        # collectives in this order.
+        for turn in range(len(pieces) + 2):
+            if turn < len(pieces):
+                pieces[turn].scatter(self.residual.pending, bad)
+            if 1 <= turn <= len(pieces):
+                pieces[turn - 1].gather(self.non_finite)
+            if turn >= 2:
+                pieces[turn - 2].decode(gradient, scale, self.non_finite)
+
+    def commit(self, skipped: Tensor) -> None:
+        super().commit(skipped)
+        for piece in self._pieces:
+            piece.mean_residual.commit(skipped)
+
+    def fold(self) -> None:
+        """Add the residuals of the means to this rank's residual."""
+        for piece in self._pieces:
+            mean = piece.mean_residual.committed
+            self.residual.committed[piece.own_slice].add_(mean, alpha=self._world)
+            mean.zero_()
 
 
 def encode(codec: Codec, flat: Tensor, bad: Tensor) -> None:

@@ -27,12 +27,11 @@ from lightning_opt.strategies.compression.choice import Scheme
 from lightning_opt.strategies.compression.exchange import (
     Exchange,
     GatherExchange,
-    LowRankExchange,
+    TwoStageExchange,
     all_reduce_mean,
     dense_bytes,
 )
-from lightning_opt.strategies.compression.two_stage import TwoStageExchange, uses_two_stages
-from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
+from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 
 MODES = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0, torch.dtype: 5.0}
 """Values of ``comm/mode``; 4 for other compressors."""
@@ -144,7 +143,8 @@ class CompressedReduction:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
         self._own_group: dist.ProcessGroup | None = None
         # With two stages, the residual of an unused parameter's mean could not be excluded.
-        if not may_skip and any(map(uses_two_stages, schemes)):
+        is_quantized = any(isinstance(scheme, Quantize) for scheme in schemes)
+        if is_quantized and self._world > 2 and not may_skip:
             self._own_group = dist.new_group()
             # Connects the ranks now, not during a backward pass.
             dist.all_reduce(next(iter(names)).new_zeros(()), group=self._own_group)
@@ -234,12 +234,9 @@ class CompressedReduction:
     def _make_exchange(
         self, compressor: Compressor, bucket: Bucket, parameters: Mapping[str, Tensor]
     ) -> Exchange:
-        if isinstance(compressor, PowerSGD):
-            shapes = [parameter.shape for parameter in parameters.values()]
-            return LowRankExchange(compressor.rank, bucket, shapes)
-        if self._own_group is None or not uses_two_stages(compressor, bucket.committed.numel()):
-            return GatherExchange(compressor, bucket, self._bounds.get(next(iter(parameters))))
-        return TwoStageExchange(compressor, bucket, self._own_group, self._worker)
+        if self._own_group is not None and isinstance(compressor, Quantize):
+            return TwoStageExchange(compressor, bucket, self._own_group, self._worker)
+        return GatherExchange(compressor, bucket, self._bounds.get(next(iter(parameters))))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -291,3 +288,7 @@ class CompressedReduction:
 
 def reduce_bucket(state: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
     return state.reduce(bucket)
+
+
+def cast_bucket(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
+    return all_reduce_mean(bucket.buffer(), dtype)

@@ -17,9 +17,13 @@ from lightning_opt.core.arguments import (
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.strategies.diloco.averaging import average_states, broadcast_all
-from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, make_groups
-from lightning_opt.strategies.diloco.fragments import default_outer
+from lightning_opt.strategies.diloco.exchange import (
+    CODECS,
+    Replicas,
+    average_states,
+    broadcast_all,
+    make_groups,
+)
 from lightning_opt.strategies.diloco.replica import Plan, Replica
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.lightning import package_of
@@ -218,3 +222,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         """Release the model and the thread."""
         self._replica = None
         super().teardown()
+
+
+def default_outer(sync_every: int) -> tuple[float, float]:
+    """Return the outer learning rate and momentum that were best for this window in benchmarks."""
+    return (1.0, 0.0) if sync_every <= 16 else (0.7, 0.8)

@@ -179,16 +179,15 @@ def test_math_serves_a_learned_mask_and_warns_once():
         row_served_by_math(Net("bias"), lo.AttentionBackend(order), "Math is not in `order`")
 
 
-def test_each_shape_gets_a_row():
-    def mixed(batch: list[Tensor]) -> Tensor:
-        return torch.stack(batch)[:, : len(batch) + 2]
+def test_each_shape_of_the_first_batch_gets_a_row():
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + super().forward(x[:, :3]).sum() + super().forward(x).sum()
 
-    attention = lo.AttentionBackend(watch_batches=3)
-    samples = torch.randn(7, LENGTH, WIDTH)
-    loader = DataLoader(samples, batch_size=3, collate_fn=mixed)
-    quiet_trainer(callbacks=[attention]).fit(Net(), loader)
+    attention = lo.AttentionBackend()
+    fit(Twice(), attention)
     found = [(row["query"], row["calls"]) for row in attention.report().rows]
-    assert found == [("(3, 2, 5, 4)", 2), ("(1, 2, 3, 4)", 1)]
+    assert found == [("(4, 2, 6, 4)", 2), ("(4, 2, 3, 4)", 1)]
 
 
 def test_report_shows_the_dtype_under_autocast():
@@ -218,7 +217,7 @@ def test_order_holds_in_training_and_validation():
             assert sorted(found["ranks"]) == [0, 1, 2, 3, 4]
 
 
-def test_function_is_replaced_only_for_the_recorded_batches():
+def test_function_is_replaced_only_for_the_first_batch():
     class See(Callback):
         def __init__(self) -> None:
             self.replaced: list[bool] = []
@@ -229,9 +228,6 @@ def test_function_is_replaced_only_for_the_recorded_batches():
     see = See()
     fit(Net(), lo.AttentionBackend(), see)
     assert see.replaced == [True, False, False]
-    see = See()
-    fit(Net(), lo.AttentionBackend(watch_batches=0), see)
-    assert see.replaced == [False, False, False]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -253,8 +249,6 @@ def test_invalid_settings_raise():
             lo.AttentionBackend(order)
     with pytest.raises(ValueError, match="backend 'efficient'"):
         lo.AttentionBackend(("xformers", "math"))
-    with pytest.raises(ValueError, match="watch_batches must be"):
-        lo.AttentionBackend(watch_batches=-1)
 
 
 @pytest.mark.gpu

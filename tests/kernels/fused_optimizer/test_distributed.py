@@ -21,7 +21,6 @@ pytestmark = pytest.mark.distributed
 CALLBACKS = {
     "plain": list,
     "last": lambda: [lo.ChannelsLast("always")],
-    "auto": lambda: [lo.ChannelsLast()],
     "fused": lambda: [lo.FusedOptimizer()],
     "both": lambda: [lo.FusedOptimizer(), lo.ChannelsLast("always")],
 }
@@ -50,12 +49,10 @@ def test_ddp_trains_equal_weights_on_all_ranks(bucket_view):
             learned = {key: value for key, value in weights.items() if "running" not in key}
             others = ranks[0][name][0]
             assert_same_weights(learned, {key: others[key] for key in learned})
-            last = name in ("last", "auto", "both")
+            last = name in ("last", "both")
             assert seen == ([("train", last, last)] * STEPS + [("validate", last, last)]) * 2
             if name in ("fused", "both"):
                 assert rows[0]["implementation"] == "fused"
-            if name == "auto":
-                assert "several processes" in rows[0]["because"]
 
 
 class Sharded(SmallNet):

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.measure.machine import allowed_cpus
-from lightning_opt.kernels.runtime import process_settings as settings
-from lightning_opt.kernels.runtime.process_settings import NotSetError
+from lightning_opt.kernels.runtime import runtime as settings
+from lightning_opt.kernels.runtime.runtime import NotSetError
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer

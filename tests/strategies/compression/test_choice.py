@@ -14,7 +14,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from lightning_opt.strategies.compression import choice, exchange, two_stage
+from lightning_opt.strategies.compression import choice, exchange
 from lightning_opt.strategies.compression.choice import (
     TIMED_STEPS,
     UNTIMED_STEPS,
@@ -82,8 +82,7 @@ class SlowLink:
         patch.setattr(choice, "time", SimpleNamespace(perf_counter=self._step_end))
         patch.setattr(dist, "all_reduce", self.all_reduce)
         patch.setattr(dist, "all_to_all_single", self.all_to_all)
-        for module in (exchange, two_stage):
-            patch.setattr(module, "all_gather", self.all_gather)
+        patch.setattr(exchange, "all_gather", self.all_gather)
         patch.setattr(exchange.GatherExchange, "start", slow_start)
 
     def _step_end(self) -> float:
@@ -225,11 +224,6 @@ def _fast() -> None:
             assert named.describe() is None
 
 
-@pytest.mark.distributed
-def test_uncompressed_is_chosen_on_a_fast_link():
-    launch(_fast)
-
-
 def _unused_on_one_rank() -> None:
     """From the choice on, rank 1 does not use a parameter, and keeps its residual of the trials."""
     chosen, steps = WARM + TRIALS, WARM + TRIALS + 5
@@ -244,11 +238,6 @@ def _unused_on_one_rank() -> None:
         rest = strategy.kept.get(f"weights.{index}", torch.zeros(()))
         found = model.weights[index].detach().double() - rest
         torch.testing.assert_close(found, account, rtol=0, atol=2e-4)
-
-
-@pytest.mark.distributed
-def test_checkpoint_has_the_residual_that_only_one_rank_keeps():
-    launch(_unused_on_one_rank)
 
 
 class Sparse(LightningModule):
@@ -276,9 +265,15 @@ def _same_as_ddp() -> None:
         assert torch.equal(*weights)
 
 
+def _fast_link() -> None:
+    _fast()
+    _unused_on_one_rank()
+    _same_as_ddp()
+
+
 @pytest.mark.distributed
-def test_uncompressed_steps_have_the_same_bits_as_ddp():
-    launch(_same_as_ddp)
+def test_uncompressed_is_chosen_on_a_fast_link_and_equals_ddp():
+    launch(_fast_link)
 
 
 # --- a slow link ----------------------------------------------------------------------------------
@@ -322,6 +317,7 @@ def test_top_k_is_chosen_on_a_slow_link():
 
 def _slow_rank() -> str:
     """Only rank 1's link is slow."""
+    _ramped()
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch, SECONDS_PER_BYTE * int(os.environ["RANK"]))
         strategy = chooser()
@@ -330,7 +326,7 @@ def _slow_rank() -> str:
 
 
 @pytest.mark.distributed
-def test_slowest_rank_decides():
+def test_slowest_rank_decides_and_ramp_comes_after_the_trials():
     first, second = launch(_slow_rank)
     assert first == second
     assert first.endswith("Chosen: TopK(0.01).")
@@ -352,11 +348,6 @@ def _ramped() -> None:
             assert set(last_trial) == set(ramp[72:])
             assert len(set(ramp[:36])) == len(set(ramp[36:72])) == 1
             assert ramp[0] > 3 * ramp[36] > 3.5 * ramp[72]
-
-
-@pytest.mark.distributed
-def test_ramp_comes_after_the_trials():
-    launch(_ramped)
 
 
 # --- resume ---------------------------------------------------------------------------------------

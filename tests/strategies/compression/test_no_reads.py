@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_opt.strategies.compression import hook as hook_module
-from lightning_opt.strategies.compression import two_stage
 from lightning_opt.strategies.compression.buckets import Bucket, clip_locally
 from lightning_opt.strategies.compression.hook import CompressedReduction, Traffic
-from lightning_opt.strategies.compressors import (
-    Compressor,
-    Quantize,
-    Threshold,
-    TopK,
-)
+from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from tests.helpers.syncs import SyncCounter, take_device_path
 from tests.strategies.simulated import SimulatedBucket, simulate_ranks
 
@@ -79,7 +73,6 @@ def scaled(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_device_path_reads_nothing_and_equals_the_cpu_path(monkeypatch, scheme, world, settings):
-    monkeypatch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
     launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.zeros(size) for size in SIZES]
     found = []
@@ -165,7 +158,6 @@ def test_seconds_count_overlapping_buckets_once(monkeypatch):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_exchange_does_not_synchronize_on_gpu(monkeypatch, scheme, world):
-    monkeypatch.setattr(two_stage, "MIN_SPARSE_RANKS", 3)
     simulate_ranks(monkeypatch, world, torch.device("cuda", 0))
     parameters = [torch.zeros(size, device="cuda") for size in SIZES]
     hook = reduction(scheme, parameters, **scaled("cuda"))

@@ -11,18 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.strategies.compressors import (
-    PowerSGD,
-    Quantize,
-    Threshold,
-    TopK,
-)
+from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
 from tests.helpers.processes import launch
 from tests.strategies.runs import (
     SMALL_BUCKETS,
     KeptResiduals,
     Ledger,
-    Matrices,
     SaveAtEnd,
     assert_nothing_is_lost,
     dist_world,
@@ -39,11 +33,6 @@ SKIPPED = (9, 15, 16)
 def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
     settings = {"warmup_steps": 3, "ramp_steps": 0, "bucket_cap_mb": SMALL_BUCKETS, **settings}
     return KeptResiduals(compressor or TopK(0.05), **settings)
-
-
-def small(compressor: Any) -> dict[str, float]:
-    """Return settings for small buckets, except where there must be one."""
-    return {} if isinstance(compressor, PowerSGD) else {"bucket_cap_mb": SMALL_BUCKETS}
 
 
 def without(steps: range) -> list[int]:
@@ -84,17 +73,11 @@ def _skip() -> None:
         for compressor in (TopK(0.05), Threshold(3.0), Quantize(8), Quantize(4))
     ]
     runs += [(TopK(0.05), Fused(), FlagOverflow()), (Quantize(4), Fused(), FlagOverflow())]
-    runs.append((PowerSGD(2), Matrices(), DropGradients()))
     for compressor, model, callback in runs:
-        strategy = KeptResiduals(compressor, warmup_steps=3, ramp_steps=0, **small(compressor))
+        strategy = compressed(compressor)
         fit(model, strategy, range(30), callbacks=[callback])
         accounts = expected(without(range(30)), dist_world(), model)
         assert_nothing_is_lost(model, strategy, accounts)
-
-
-@pytest.mark.parametrize("processes", [2, 3])
-def test_skipped_step_leaves_no_residual(processes):
-    launch(_skip, processes=processes)
 
 
 class TwoByTurns(Ledger):
@@ -130,8 +113,14 @@ def _by_turns() -> None:
     assert_nothing_is_lost(model, strategy, accounts)
 
 
-def test_one_of_two_optimizers_skips_steps():
-    launch(_by_turns)
+def _two_processes() -> None:
+    _skip()
+    _by_turns()
+
+
+def test_skipped_step_leaves_no_residual():
+    launch(_two_processes)
+    launch(_skip, processes=3)
 
 
 # --- clipping -----------------------------------------------------------------------------------
@@ -234,34 +223,11 @@ def _again(path: str) -> None:
     assert start.state["step"] == -1
 
 
-def test_learning_rate_finder_leaves_no_residual():
-    launch(_finder)
+def _restored(path: str) -> None:
+    _finder()
+    _rollback()
+    _again(path)
 
 
-def test_rollback_leaves_no_residual():
-    launch(_rollback)
-
-
-def test_second_fit_and_validation_before_it_leave_no_residual(tmp_path):
-    launch(_again, str(tmp_path / "first.ckpt"))
-
-
-def _learn_bound(path: str) -> None:
-    strategy = compressed(Threshold("auto"), bucket_cap_mb=25)
-    fit(Ledger(), strategy, range(20), callbacks=[SaveAtEnd(path)])
-
-
-def _resume_bound(path: str) -> dict[str, float]:
-    strategy = compressed(Threshold("auto"), bucket_cap_mb=25)
-    fit(Ledger(), strategy, range(20, 40), ckpt_path=path, max_epochs=2)
-    bounds: dict[str, float] = strategy.state["bounds"]
-    return bounds
-
-
-def test_learned_threshold_is_restored(tmp_path):
-    path = str(tmp_path / "half.ckpt")
-    launch(_learn_bound, path)
-    bounds = torch.load(path, weights_only=True)["lightning_opt.compressed_ddp"]["bounds"]
-    assert len(bounds) == 1
-    for known in launch(_resume_bound, path, processes=3):
-        assert known == bounds
+def test_finder_rollback_validation_and_second_fit_leave_no_residual(tmp_path):
+    launch(_restored, str(tmp_path / "first.ckpt"))

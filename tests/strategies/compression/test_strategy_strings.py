@@ -1,20 +1,23 @@
 """Strategy strings, arguments, errors before training, and Lightning's launchers."""
 
+import multiprocessing
 import os
-import subprocess
+import pickle
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
-from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
-from lightning_opt.strategies.compressors import PowerSGD, Quantize, Threshold, TopK
+from lightning_opt.strategies.compression.compressed_ddp import (
+    CompressedDDPStrategy,
+    HookedDDPStrategy,
+)
+from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
 from lightning_opt.strategies.diloco.diloco_strategy import DiLoCoStrategy
 from lightning_opt.strategies.strategy_strings import (
     START_METHODS,
@@ -24,7 +27,7 @@ from lightning_opt.strategies.strategy_strings import (
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
-from tests.strategies.runs import fit
+from tests.strategies.runs import fit, same_on_all_ranks, state_of
 
 NAMES = {
     "ddp_topk": TopK,
@@ -32,7 +35,6 @@ NAMES = {
     "ddp_int8": Quantize,
     "ddp_int4": Quantize,
     "ddp_compressed": TopK,
-    "ddp_powersgd": PowerSGD,
 }
 
 
@@ -109,7 +111,6 @@ def test_configuration_file_creates_the_strategy(compressor, monkeypatch):
         ({"ramp_steps": -1}, "ramp_steps"),
         ({"every_n_steps": 0}, "every_n_steps"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook"),
-        ({"compressor": "powersgd", "bucket_cap_mb": 1}, "one bucket"),
     ],
 )
 def test_invalid_arguments_raise(settings, words):
@@ -156,16 +157,6 @@ def _errors() -> None:
     assert any("second moments" in str(warning.message) for warning in caught)
 
 
-@pytest.mark.distributed
-def test_errors_and_warnings_before_the_first_step():
-    launch(_errors, processes=1)
-
-
-@pytest.mark.distributed
-def test_single_process_trains_like_ddp():
-    launch(_single, processes=1)
-
-
 def _single() -> None:
     weights = []
     for strategy in ("ddp", "ddp_topk"):
@@ -175,43 +166,69 @@ def _single() -> None:
     assert torch.equal(*weights)
 
 
-SCRIPT = """
-import sys
-import lightning_opt
-from tests.helpers.models import SmallNet
-from tests.helpers.trainers import quiet_trainer
-from tests.strategies.runs import same_on_all_ranks, state_of
+def _single_process() -> None:
+    _errors()
+    _single()
+
+
+@pytest.mark.distributed
+def test_single_process_trains_like_ddp_and_checks_optimizers():
+    launch(_single_process, processes=1)
+
 
 class Net(SmallNet):
-    def on_train_end(self):
+    """Checks each rank at the end, and writes a file for it.
+
+    Args:
+        folder: Folder of the files.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def on_train_end(self) -> None:
         assert state_of(self.trainer)["step"] == 11
         assert same_on_all_ranks(self)
-        sys.stdout.write(f"rank {self.global_rank} is fine\\n")
+        launcher = type(self.trainer.strategy.launcher).__name__
+        (self.folder / f"{launcher} {self.global_rank}").touch()
 
-if __name__ == "__main__":
-    quiet_trainer(strategy=sys.argv[1], devices=2, limit_val_batches=0).fit(Net())
+
+LAUNCHED = ("RANK", "TORCHELASTIC", "MASTER", "WORLD_SIZE")
+"""Parts of the environment variables of `torchrun`, which tell Lightning to start nothing."""
+
+SCRIPT = """
+import sys
+from tests.strategies.compression.test_strategy_strings import Net, quiet_trainer
+
+quiet_trainer(strategy="ddp_topk", devices=2, limit_val_batches=0).fit(Net(sys.argv[1]))
 """
+
+
+def _launchers(folder: str) -> None:
+    """Lightning's launchers start the other processes: forks, and the script once more."""
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children
+    for name in [name for name in os.environ if any(part in name for part in LAUNCHED)]:
+        del os.environ[name]
+    os.environ["PYTHONPATH"] = str(Path.cwd())
+    quiet_trainer(strategy="ddp_topk_fork", devices=2, limit_val_batches=0).fit(Net(folder))
+    script = Path(folder, "train.py")
+    script.write_text(SCRIPT)
+    sys.argv = [str(script), folder]
+    quiet_trainer(strategy="ddp_topk", devices=2, limit_val_batches=0).fit(Net(folder))
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["ddp_topk", "ddp_topk_spawn"])
-def test_lightnings_launchers_start_the_strategy(tmp_path, name):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment: dict[str, Any] = {
-        **os.environ,
-        "PYTHONPATH": str(Path.cwd()),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(script), name],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "rank 0 is fine" in done.stdout
-    assert "rank 1 is fine" in done.stdout
+def test_lightnings_launchers_start_the_strategy(tmp_path):
+    launch(_launchers, str(tmp_path), processes=1)
+    found = sorted(file.name for file in tmp_path.glob("_*Launcher *"))
+    forks, scripts = "_MultiProcessingLauncher", "_SubprocessScriptLauncher"
+    assert found == [f"{kind} {rank}" for kind in (forks, scripts) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_can_be_pickled_for_spawned_processes(name):
+    strategy = quiet_trainer(strategy=name, devices=2).strategy
+    assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)

@@ -13,7 +13,6 @@ ROWS = {
     '`"ddp"`': ("compression", "dense"),
     '`"ddp_int8"`': ("compression", "ddp_int8"),
     '`"ddp_int4"`': ("compression", "ddp_int4"),
-    '`"ddp_powersgd"`': ("compression", "PowerSGD rank 1"),
     '`"ddp_topk"`': ("compression", "ddp_topk 1%"),
     '`"diloco"`': ("diloco", "diloco, H=16"),
     "`DiLoCoStrategy(30)`": ("diloco", "diloco, H=30"),

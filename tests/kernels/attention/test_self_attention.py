@@ -105,7 +105,7 @@ def attended(
             for part in (query, key)
         )
         query, key = query.transpose(1, 2), key.transpose(1, 2)
-    seen = torch.zeros(batch, length, module.heads, module.value_dim, dtype=torch.float64)
+    seen = torch.zeros(batch, length, module.heads, module.head_dim, dtype=torch.float64)
     for sample in range(batch):
         for head in range(module.heads):
             source = head * module.kv_heads // module.heads
@@ -141,8 +141,8 @@ PADDING = torch.tensor(
         {},
         {"rotary": True},
         {"kv_heads": 2, "rotary": lo.RotaryEmbedding(4, base=100.0, interleaved=True)},
-        {"kv_heads": 1, "bias": False, "out_bias": False},
-        {"head_dim": 6, "value_dim": 3, "rotary": True},
+        {"kv_heads": 1, "bias": False},
+        {"head_dim": 6, "rotary": True},
     ],
     ids=str,
 )
