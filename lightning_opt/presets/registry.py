@@ -66,8 +66,8 @@ def advanced() -> Preset:
         .plus(FusedOptimizer, None, "the update in one pass over each tensor, if supported",
               "rounds in another order", _why_not_deepspeed)
         .plus(ChannelsLast, None,
-              "convolutions with the channels last in memory, where this is faster",
-              "eight steps on the first batch to measure it")
+              "convolutions with the channels last in memory, in convolutional models",
+              "may be slower on some devices")
         .plus(AttentionBackend, None,
               "flash attention first, and a warning where the slow kernel is used",
               "inspects the first batch")
