@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
 from lightning_opt.cli import main
-from lightning_opt.cli.targets import Recipe, Targets
-from lightning_opt.tuner.space import check_candidates
 from tests.cli.small_project import Small, SmallData
 from tests.helpers.models import SmallNet
-from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
 PROJECT = Path(__file__).with_name("small_project.py")
@@ -106,20 +102,11 @@ def test_help_has_examples_and_own_options_only(command, capsys):
         assert len(text.splitlines()) < 80
 
 
-def test_examples_in_the_help_name_existing_candidates(capsys):
-    assert main(["tune", "--help"]) == 0
-    examples = re.findall(r"--candidates ([a-z]\S+)", capsys.readouterr().out)
-    assert examples
-    for example in examples:
-        check_candidates(example.split(","))
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["tun"], "There is no command 'tun'; did you mean 'tune'?"),
         (["presets", "advancd"], "There is no preset 'advancd'; did you mean 'advanced'?"),
-        (["presets", "basic", "--without", "Clipping"], "has no 'Clipping'"),
         (["bench"], "bench needs a model"),
         (["tune", "no_such_module:Model"], "There is no module 'no_such_module' here"),
         (["tune", "no_such_file.py:Model"], "There is no file no_such_file.py"),
@@ -130,11 +117,8 @@ def test_examples_in_the_help_name_existing_candidates(capsys):
         (["bench", *TARGETS, "--against", "no.yaml"], "There is no file no.yaml"),
         (["profile", *TARGETS, "--trainer.max_steps=3"], "--steps sets the number"),
         (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),
-        (["fit", "PROJECT:Small", "--model.widht", "3"], "widht"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
-        (["profile", *TARGETS, "--steps", "0"], "steps"),
         (["doctor", "PROJECT:Small"], "has no train_dataloader. Name its data, --data module:"),
-        (["tune", *TARGETS, "--model.width", "big"], "Expected a <class 'int'>. Got value: big"),
         (["bench", *TARGETS, "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
         (["fit", "--model"], "--model must be followed by"),
     ],
@@ -195,24 +179,6 @@ def test_interrupted_training_exits_with_130(capsys):
     stop = f"--trainer.callbacks={MODULE}.Interrupt"
     assert main([*FIT, stop, "--trainer.max_steps=4", *BARE]) == 130
     assert capsys.readouterr().err.count("Interrupted.") == 1
-
-
-# --- targets --------------------------------------------------------------------------------------
-
-
-def test_recipe_creates_model_and_optimizer():
-    targets = Targets([f"{PROJECT}:Small"])
-    model = targets.recipe(
-        "model",
-        {"class_path": "small_project.Small", "init_args": {"width": 3}},
-        optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
-        scheduler={"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}},
-    )()
-    assert model.net[0].out_features == 3
-    ((optimizer,), (scheduler,)) = model.configure_optimizers()
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert scheduler.step_size == 1
-    assert len(Recipe(f"{MODULE}:make_loader")().dataset) == 64
 
 
 # --- presets and fit ------------------------------------------------------------------------------
@@ -324,66 +290,6 @@ def test_fit_reads_the_preset_from_a_configuration_file(tmp_path, capsys):
     assert main(["fit", str(file), *BARE]) == 0
     assert main(["fit", str(file), "--print_config"]) == 0
     assert "preset: basic" in capsys.readouterr().out
-
-
-def test_fit_adapts_the_preset_to_the_model():
-    words = [
-        "fit",
-        "tests.helpers.models:AdversarialNet",
-        "--preset=ultra",
-        "--trainer.max_steps=4",
-    ]
-    assert main([*words, "--without=CompileModel,DataPipelineTuner", *BARE]) == 0
-
-
-# --- a whole configuration under plain LightningCLI -----------------------------------------------
-
-WHOLE = {
-    "seed_everything": 0,
-    "model": {"class_path": f"{MODULE}.Small", "init_args": {"width": 16}},
-    "data": {"class_path": f"{MODULE}.SmallData", "init_args": {"batch_size": 2}},
-    "trainer": {
-        **{word.split("=")[0][10:]: yaml.safe_load(word.split("=")[1]) for word in BARE},
-        "devices": 2,
-        "strategy": "ddp_int8",
-        "max_epochs": 1,
-        "profiler": {
-            "class_path": "lightning_opt.StepProfiler",
-            "init_args": {"log_every_n_steps": 0, "print_table": False},
-        },
-        "callbacks": [
-            {
-                "class_path": "lightning_opt.AdaptiveClipping",
-                "init_args": {"rule": {"class_path": "lightning_opt.ZClip"}},
-            },
-            {"class_path": "lightning_opt.MicroBatching", "init_args": {"size": 1}},
-        ],
-    },
-}
-
-
-def under_plain_lightning_cli(file: str) -> tuple[Any, ...]:
-    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
-    sys.argv = ["fit"]
-    cli = LightningCLI(args=["fit", "--config", file], save_config_callback=None)
-    trainer: Trainer = cli.trainer
-    state = {name: value.clone() for name, value in cli.model.state_dict().items()}
-    return (
-        type(trainer.strategy).__name__,
-        trainer.global_step,
-        [row["phase"] for row in trainer.profiler.report().rows],
-        state,
-    )
-
-
-@pytest.mark.distributed
-def test_configuration_runs_on_two_processes_under_lightning_cli(tmp_path):
-    file = tmp_path / "whole.yaml"
-    file.write_text(yaml.safe_dump(WHOLE))
-    first, second = launch(under_plain_lightning_cli, str(file))
-    assert first[:2] == second[:2] == ("CompressedDDPStrategy", 16)
-    assert "backward" in first[2]
-    assert all(torch.equal(first[3][name], value) for name, value in second[3].items())
 
 
 @pytest.mark.distributed

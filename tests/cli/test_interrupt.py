@@ -54,7 +54,6 @@ def wait(seconds: float, condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("after", "seconds", "to_all"),
     [
-        pytest.param("trying the baseline", 1.0, True, id="the server's imports"),
         pytest.param("Switches to try", 2.0, False, id="start of a trial, command only"),
         pytest.param("trying compile", 6.0, True, id="in a trial"),
     ],

@@ -1,56 +1,152 @@
-"""The number of CPUs: affinity and quotas of control groups, version 1 and 2."""
+"""Control groups of version 1 and 2 in a fake file system, and NVML with a fake driver."""
 
 import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_opt.core.measure import machine
-from lightning_opt.core.measure.machine import available_cpus, find_cpu_quota
+from lightning_opt.core.measure.machine import (
+    available_cpus,
+    find_cpu_quota,
+    find_memory_groups,
+)
+from lightning_opt.core.measure.memory import MemoryLimits, Usage
+
+GROUPS = {1: "5:cpu,cpuacct:/job/step\n4:memory:/job/step\n", 2: "0::/job/step\n"}
 
 
-def group(root, version, path, quotas):
-    """Write the kernel's files for a process in the group ``path``, with quotas by folder."""
-    kind = ("cgroup2", "cgroup2 rw") if version == 2 else ("cgroup", "cgroup rw,cpu,cpuacct")
-    mount = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/cpu"
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/mountinfo").write_text(f"32 31 0:29 / /{mount} rw - {kind[0]} {kind[1]}\n")
-    (root / "proc/self/cgroup").write_text(
-        f"0::{path}\n" if version == 2 else f"4:memory:/x\n2:cpu,cpuacct:{path}\n"
-    )
-    (root / mount / path.strip("/")).mkdir(parents=True, exist_ok=True)
-    for folder, quota in quotas.items():
-        place = root / mount / folder
-        if version == 2:
-            (place / "cpu.max").write_text(quota)
-        else:
-            given, period = quota.split()
-            (place / "cpu.cfs_quota_us").write_text(given)
-            (place / "cpu.cfs_period_us").write_text(period)
+def write(root: Path, version: int, files: dict[str, str]) -> Path:
+    """Write the kernel's files for a process in the group ``/job/step``."""
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (files | {"proc/self/cgroup": GROUPS[version]}).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    ("quotas", "expected"),
+    ("version", "files", "expected"),
     [
-        ({"a/b": "150000 100000"}, 1.5),
-        ({"a/b": "400000 100000", "a": "200000 100000"}, 2.0),
-        ({"a/b": "max 100000"}, None),
-        ({}, None),
+        (2, {"job/step/cpu.max": "150000 100000"}, 1.5),
+        (2, {"job/step/cpu.max": "400000 100000", "job/cpu.max": "200000 100000"}, 2.0),
+        (2, {"job/step/cpu.max": "max 100000"}, None),
+        (1, {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000",
+             "cpu/job/step/tasks": ""}, 0.5),
+        (1, {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, None),
+        (1, {}, None),
+    ],
+)  # fmt: skip
+def test_smallest_quota_of_all_levels_counts(version, files, expected, tmp_path):
+    root = write(tmp_path, version, files)
+    assert find_cpu_quota(root) == expected
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert available_cpus(root) == max(1, min(cpus, int(expected or cpus)))
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "expected"),
+    [
+        pytest.param(
+            2,
+            {
+                "job/step/memory.max": "max\n",
+                "job/step/memory.current": "400\n",
+                "job/memory.max": "1000\n",
+                "job/memory.current": "700\n",
+                "job/memory.stat": "anon 500\nfile 200\ninactive_file 150\n",
+            },
+            [(550, 1000)],
+            id="parents count, cached files do not",
+        ),
+        pytest.param(
+            2, {"memory.max": "800", "memory.current": "80"}, [(80, 800)], id="the host's path"
+        ),
+        pytest.param(
+            2, {"step/memory.max": "10", "step/memory.current": "4"}, [(4, 10)], id="a subtree"
+        ),
+        pytest.param(
+            1,
+            {
+                "memory/job/memory.limit_in_bytes": "5000",
+                "memory/job/memory.usage_in_bytes": "1000",
+                "memory/job/memory.stat": "cache 300\ntotal_inactive_file 100\n",
+                "memory/job/step/memory.limit_in_bytes": "9223372036854771712",
+                "memory/job/step/memory.usage_in_bytes": "1000",
+            },
+            [(900, 5000)],
+            id="version 1",
+        ),
+        pytest.param(2, {}, [], id="no limit"),
     ],
 )
-def test_smallest_quota_of_all_levels_counts(version, quotas, expected, tmp_path):
-    if version == 1:
-        quotas = {folder: quota.replace("max", "-1") for folder, quota in quotas.items()}
-    group(tmp_path, version, "/a/b", quotas)
-    assert find_cpu_quota(tmp_path) == expected
+def test_memory_limits_of_control_groups(version, files, expected, tmp_path):
+    root = write(tmp_path, version, files)
+    assert [group() for group in find_memory_groups(root)] == expected
+    usages = [Usage("cgroup", *found) for found in expected]
+    limits = MemoryLimits(torch.device("cpu"), root=root).read()
+    assert [usage for usage in limits if usage.source == "cgroup"] == usages
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinity on this system")
-def test_smaller_of_affinity_and_quota_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
-    assert available_cpus(tmp_path) == 6
-    group(tmp_path, 2, "/", {".": "250000 100000"})
-    assert available_cpus(tmp_path) == 2
-    (tmp_path / "sys/fs/cgroup/cpu.max").write_text("50000 100000")
-    assert available_cpus(tmp_path) == 1
+# --- NVML ---------------------------------------------------------------------------------------
+
+
+class DriverError(Exception):
+    pass
+
+
+def fake_nvml(works: bool = True) -> Any:
+    """One GPU and one MIG slice."""
+
+    def init() -> None:
+        library.starts += 1
+        if not works:
+            raise DriverError("Driver Not Loaded")
+
+    def handle_by_uuid(name: str) -> str:
+        if name not in ("GPU-aaaa", "MIG-bbbb"):
+            raise DriverError("not found")
+        return name
+
+    def memory_info(handle: str, version: int) -> SimpleNamespace:
+        if handle == "MIG-bbbb":
+            raise DriverError("not supported")
+        return SimpleNamespace(used=6400)
+
+    library: Any = SimpleNamespace(
+        starts=0,
+        NVMLError=DriverError,
+        nvmlMemory_v2=2,
+        nvmlInit=init,
+        nvmlDeviceGetHandleByUUID=handle_by_uuid,
+        nvmlDeviceGetMemoryInfo=memory_info,
+    )
+    return library
+
+
+def used_by_uuid(monkeypatch: pytest.MonkeyPatch, library: Any) -> list[int | None]:
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    machine.open_nvml.cache_clear()
+    found = []
+    for uuid in ("aaaa", "GPU-aaaa", "bbbb", "cccc"):
+        opened = machine.open_nvml()
+        handle = opened and machine.find_handle(opened, uuid)
+        found.append(handle and machine.used_memory(opened, handle))
+    machine.open_nvml.cache_clear()
+    assert library.starts == 1
+    return found
+
+
+def test_nvml_finds_devices_by_uuid(monkeypatch):
+    assert used_by_uuid(monkeypatch, fake_nvml()) == [6400, 6400, None, None]
+
+
+def test_missing_driver_is_logged_once(monkeypatch, caplog):
+    with caplog.at_level("INFO"):
+        assert used_by_uuid(monkeypatch, fake_nvml(works=False)) == [None] * 4
+    (record,) = [r for r in caplog.records if "NVML is not available" in r.getMessage()]
+    assert "Driver Not Loaded" in record.getMessage()

@@ -2,21 +2,15 @@
 
 import gc
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from lightning_opt.core.measure import machine
-from lightning_opt.core.measure.machine import find_memory_groups
 from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
     PeakMeter,
-    Usage,
     address_space,
     live_bytes,
     malloc_info,
@@ -169,143 +163,6 @@ def test_trim_returns_freed_memory_to_the_system():
     ((at_once, trimmed),) = launch(trim_a_full_heap, processes=1)
     assert at_once < 10
     assert trimmed > 80
-
-
-# --- control groups, in a fake file system ------------------------------------------------------
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-V2 = {
-    "proc/self/mountinfo": "31 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n",
-    "proc/self/cgroup": "0::/job/step\n",
-}
-
-
-def test_cgroup_v2_includes_parents_and_excludes_cached_files(tmp_path):
-    root = write(
-        tmp_path,
-        V2
-        | {
-            "sys/fs/cgroup/job/step/memory.max": "max\n",
-            "sys/fs/cgroup/job/step/memory.current": "400\n",
-            "sys/fs/cgroup/job/memory.max": "1000\n",
-            "sys/fs/cgroup/job/memory.current": "700\n",
-            "sys/fs/cgroup/job/memory.stat": "anon 500\nfile 200\ninactive_file 150\n",
-        },
-    )
-    (group,) = find_memory_groups(root)
-    assert group() == (550, 1000)
-    assert Usage("cgroup", 550, 1000) in MemoryLimits(CPU, root=root).read()
-
-
-def test_cgroup_v2_in_a_container_with_the_hosts_path(tmp_path):
-    root = write(
-        tmp_path,
-        V2 | {"sys/fs/cgroup/memory.max": "800", "sys/fs/cgroup/memory.current": "80"},
-    )
-    assert [group() for group in find_memory_groups(root)] == [(80, 800)]
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("9223372036854771712", []), ("5000", [(900, 5000)])]
-)
-def test_cgroup_v1_limit(tmp_path, limit, expected):
-    folder = "sys/fs/cgroup/memory/docker/abc/"
-    root = write(
-        tmp_path,
-        {
-            "proc/self/mountinfo": "40 31 0:35 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
-            "\n41 31 0:36 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n",
-            "proc/self/cgroup": "5:cpu:/docker/abc\n4:memory:/docker/abc\n",
-            folder + "memory.limit_in_bytes": limit,
-            folder + "memory.usage_in_bytes": "1000",
-            folder + "memory.stat": "cache 300\ntotal_inactive_file 100\n",
-        },
-    )
-    assert [group() for group in find_memory_groups(root)] == expected
-
-
-def test_cgroup_of_a_container_that_mounts_a_subtree(tmp_path):
-    root = write(
-        tmp_path,
-        {
-            "proc/self/mountinfo": "31 23 0:26 /job /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-            "proc/self/cgroup": "0::/job/inner\n",
-            "sys/fs/cgroup/inner/memory.max": "10",
-            "sys/fs/cgroup/inner/memory.current": "4",
-        },
-    )
-    assert [group() for group in find_memory_groups(root)] == [(4, 10)]
-
-
-def test_system_without_control_groups(tmp_path):
-    assert find_memory_groups(tmp_path) == []
-
-
-# --- NVML ---------------------------------------------------------------------------------------
-
-
-class DriverError(Exception):
-    pass
-
-
-def fake_nvml(works: bool = True) -> Any:
-    """One GPU and one MIG slice."""
-
-    def init() -> None:
-        library.starts += 1
-        if not works:
-            raise DriverError("Driver Not Loaded")
-
-    def handle_by_uuid(name: str) -> str:
-        if name not in ("GPU-aaaa", "MIG-bbbb"):
-            raise DriverError("not found")
-        return name
-
-    def memory_info(handle: str, version: int) -> SimpleNamespace:
-        if handle == "MIG-bbbb":
-            raise DriverError("not supported")
-        return SimpleNamespace(used=6400)
-
-    library: Any = SimpleNamespace(
-        starts=0,
-        NVMLError=DriverError,
-        nvmlMemory_v2=2,
-        nvmlInit=init,
-        nvmlDeviceGetHandleByUUID=handle_by_uuid,
-        nvmlDeviceGetMemoryInfo=memory_info,
-    )
-    return library
-
-
-def used_by_uuid(monkeypatch: pytest.MonkeyPatch, library: Any) -> list[int | None]:
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    machine.open_nvml.cache_clear()
-    found = []
-    for uuid in ("aaaa", "GPU-aaaa", "bbbb", "cccc"):
-        opened = machine.open_nvml()
-        handle = opened and machine.find_handle(opened, uuid)
-        found.append(handle and machine.used_memory(opened, handle))
-    machine.open_nvml.cache_clear()
-    assert library.starts == 1
-    return found
-
-
-def test_nvml_finds_devices_by_uuid(monkeypatch):
-    assert used_by_uuid(monkeypatch, fake_nvml()) == [6400, 6400, None, None]
-
-
-def test_missing_driver_is_logged_once(monkeypatch, caplog):
-    with caplog.at_level("INFO"):
-        assert used_by_uuid(monkeypatch, fake_nvml(works=False)) == [None] * 4
-    (record,) = [r for r in caplog.records if "NVML is not available" in r.getMessage()]
-    assert "Driver Not Loaded" in record.getMessage()
 
 
 @pytest.mark.gpu
