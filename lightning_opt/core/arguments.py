@@ -60,7 +60,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else "."
 
 
-def given_arguments(part: object, resolved: Mapping[str, Any] = MappingProxyType({})) -> str:
+def changed_arguments(part: object, resolved: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the constructor's arguments that differ from their defaults, as ``name=value, ...``.
 
     Values are taken from attributes of the same name, as far as there are any.

@@ -64,9 +64,9 @@ class Part:
         override = situation.overrides.get(self.name)
         if isinstance(override, Mapping):
             settings = {**settings, **override}
-        return Chosen(self, settings, self._reason_against(situation), override is not None)
+        return Chosen(self, settings, self._why_not(situation), override is not None)
 
-    def _reason_against(self, situation: Situation) -> str | None:
+    def _why_not(self, situation: Situation) -> str | None:
         if self.name in (situation.user_callbacks if self.kind else situation.arguments):
             return "replaced by yours"
         if situation.excludes(self.name):
@@ -80,18 +80,18 @@ class Part:
 class Chosen:
     """The decision on a part in a situation.
 
-    ``because`` is the reason to leave the part out; None if it is used. ``is_requested`` is True if
+    ``reason`` is the reason to leave the part out; None if it is used. ``is_requested`` is True if
     the user names the part; its errors are then raised instead of leaving it out.
     """
 
     part: Part
     settings: Any
-    because: str | None
+    reason: str | None
     is_requested: bool = False
 
     @property
     def is_on(self) -> bool:
-        return self.because is None
+        return self.reason is None
 
     def make(self) -> pl.Callback:
         assert self.part.kind is not None
@@ -126,7 +126,7 @@ class Preset:
     Args:
         name: The preset's name.
         parts: Its parts; :meth:`plus` adds to them.
-        wishes: Settings of single callbacks, set by :meth:`override`.
+        overrides: Settings of single callbacks, set by :meth:`override`.
         arguments: Arguments of the Trainer, set by :meth:`override`.
         model: The model, set by :meth:`for_model`.
         purpose: Its purpose, in a sentence.
@@ -143,7 +143,7 @@ class Preset:
     name: str
     parts: tuple[Part, ...] = ()
     _: KW_ONLY
-    wishes: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     model: pl.LightningModule | None = None
     purpose: str = ""
@@ -198,7 +198,7 @@ class Preset:
         Raises:
             ValueError: For an unknown name, or settings that the callback does not accept.
         """
-        wishes, trainer = dict(self.wishes), dict(self.arguments)
+        settings, trainer = dict(self.overrides), dict(self.arguments)
         kinds = {part.name: part.kind for part in self.parts if part.kind is not None}
         for name, value in overrides.items():
             if name == "callbacks":
@@ -215,16 +215,16 @@ class Preset:
             if name not in kinds:
                 trainer[name] = value
             elif isinstance(value, Mapping):
-                wishes[name] = dict(value)
+                settings[name] = dict(value)
                 _check_settings(kinds[name], value)
             elif value is None or isinstance(value, bool):
-                wishes[name] = value or None
+                settings[name] = value or None
             else:
                 raise ValueError(
                     f"{name} must be a dict of its settings, True, or None to leave it out; got "
                     f"{value!r}. Give callbacks of your own to trainer_kwargs(callbacks=[...])."
                 )
-        return replace(self, wishes=wishes, arguments=trainer)
+        return replace(self, overrides=settings, arguments=trainer)
 
     def for_model(self, model: pl.LightningModule) -> Self:
         """Return this preset without the parts that the model rules out.
@@ -245,7 +245,7 @@ class Preset:
         return [part.choose(situation) for part in self.parts]
 
     def _situation(self, trainer: Mapping[str, Any]) -> Situation:
-        return Situation({**self.arguments, **trainer}, self.wishes, self.model)
+        return Situation({**self.arguments, **trainer}, self.overrides, self.model)
 
     def callbacks(self) -> list[pl.Callback]:
         """Return new callbacks, for a Trainer with default arguments."""
@@ -275,7 +275,7 @@ class Preset:
                 "on": "yes" if choice.is_on else "no",
                 "settings": _as_python(choice.settings) if choice.is_on else "",
                 "for": choice.part.why,
-                "costs, or why not": choice.part.costs if choice.is_on else choice.because,
+                "costs, or why not": choice.part.costs if choice.is_on else choice.reason,
             }
             for choice in self.choose(**trainer)
         ]
@@ -310,7 +310,7 @@ class Preset:
         return head + str(yaml.safe_dump({"trainer": self.to_dict(**more)}, sort_keys=False))
 
     def __repr__(self) -> str:
-        changes = {**self.wishes, **self.arguments}
+        changes = {**self.overrides, **self.arguments}
         return f"preset({self.name!r}{', ' if changes else ''}{_as_python(changes)})"
 
     def __str__(self) -> str:

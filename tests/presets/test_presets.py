@@ -62,7 +62,7 @@ def on(preset: lo.Preset, **trainer: Any) -> list[str]:
 
 
 def reason(preset: lo.Preset, name: str, **trainer: Any) -> str:
-    (found,) = [c.because for c in preset.choose(**trainer) if c.part.name == name]
+    (found,) = [c.reason for c in preset.choose(**trainer) if c.part.name == name]
     assert found, f"{name} is on"
     return found
 
@@ -330,8 +330,8 @@ def test_choices_differ_for_one_gpu_eight_gpus_and_two_nodes():
     found = {c.part.name: c for c in lo.preset("ultra").choose(accelerator="cuda", num_nodes=2)}
     assert found["strategy"].settings == "ddp_compressed"
     assert found["CompileModel"].settings["measure"] is True
-    because = reason(lo.preset("ultra"), "strategy", accelerator="cuda", devices=8)
-    assert because == "all processes are on one machine, without a network between them"
+    found = reason(lo.preset("ultra"), "strategy", accelerator="cuda", devices=8)
+    assert found == "all processes are on one machine, without a network between them"
 
 
 def test_compiling_on_a_cpu_needs_a_request():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning_opt
-from lightning_opt.core.arguments import given_arguments
+from lightning_opt.core.arguments import changed_arguments
 from lightning_opt.core.measure.machine import commit_of_folder, describe_machine
 from lightning_opt.core.measure.memory import MB, peak_usage
 from lightning_opt.core.output.loggers import HISTORIES, History, logged_step
@@ -127,8 +127,8 @@ def _setup(trainer: pl.Trainer) -> Report:
         "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
         "commit": commit_of_folder() or "none",
         "processes": f"{trainer.world_size}, {type(trainer.strategy).__name__}",
-        "Trainer": given_arguments(trainer, RESOLVED),
-        **{type(part).__name__: given_arguments(part) for part in parts_of(trainer)},
+        "Trainer": changed_arguments(trainer, RESOLVED),
+        **{type(part).__name__: changed_arguments(part) for part in parts_of(trainer)},
     }
     return Report("", [{"part": k, "settings": v or "defaults"} for k, v in rows.items()])
 
