@@ -25,7 +25,7 @@ from lightning_opt.strategies.packing import (
     quantize_rows,
     write_count,
 )
-from lightning_opt.strategies.selection import Selector, largest_indices
+from lightning_opt.strategies.selection import Selector, largest, largest_indices
 
 
 class Codec(ABC):
@@ -191,7 +191,6 @@ class ThresholdCodec(SparseCodec):
     def __init__(self, layout: SparseLayout, device: torch.device, value: float | None) -> None:
         super().__init__(layout, device)
         self._value = value
-        self._exceeds_capacity = False
 
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         capacity = self.layout.capacity
@@ -207,16 +206,11 @@ class ThresholdCodec(SparseCodec):
             if len(indices):
                 self.bound = values.abs().min().item()  # on a CPU
             return indices, values
-        bound = float(bound)
-        if not self._exceeds_capacity:
-            indices, values = self._selector.at_least(flat, bound)
-            if len(indices) <= capacity:
-                return indices, values
-        # More elements reach the bound than fit: send the largest until fewer reach it again.
-        indices, values = self._selector.top(flat, capacity)
-        above = values.abs() >= bound
-        self._exceeds_capacity = bool(above.all())  # on a CPU
-        return indices[above], values[above]
+        indices, values = self._selector.at_least(flat, float(bound))
+        if len(indices) > capacity:
+            top, _ = largest(values.abs(), capacity)
+            indices, values = indices[top], values[top]
+        return indices, values
 
 
 class QuantizedCodec(Codec):

@@ -92,11 +92,6 @@ class AttentionBackend(RunCallback):
 
     def __init__(self, order: Sequence[str] = ("flash", "cudnn", "efficient", "math")) -> None:
         names = [order] if isinstance(order, str) else list(order)
-        if "xformers" in names:
-            raise ValueError(
-                "order cannot contain 'xformers', which is not a backend of torch. Its "
-                "memory-efficient attention is torch's own backend 'efficient'."
-            )
         if not names or len(set(names)) < len(names) or not set(names) <= set(BACKENDS):
             raise ValueError(
                 f"order must name some of {', '.join(BACKENDS)}, each once, got {order!r}."
@@ -169,17 +164,11 @@ class AttentionBackend(RunCallback):
         if not math_rows or self.order[0] == "math":
             return
         row = math_rows[0]
-        others = f" So do {len(math_rows) - 1} other kinds of calls." if len(math_rows) > 1 else ""
-        not_in_order = (
-            ""
-            if "math" in self.order
-            else " Math is not in `order`, but no backend in it supports this call."
-        )
         rank_zero_warn(
             f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
             f"mask {row['mask']}, dropout {row['dropout']:g} uses math, which is correct "
-            f"but slow and stores the whole matrix of scores.{not_in_order} Reasons: "
-            f"{row['better ones']}.{others} `report()` lists all calls."
+            f"but slow and stores the whole matrix of scores. Reasons: {row['better ones']}. "
+            "`report()` lists all calls."
         )
 
     def release(self, trainer: pl.Trainer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -26,8 +25,6 @@ from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-log = logging.getLogger(__name__)
 
 Policy = Literal["auto", "always"]
 
@@ -119,7 +116,6 @@ class ChannelsLast(RunCallback):
     def _decide(self, channels_last: bool, reason: str) -> None:
         name = "channels_last" if channels_last else "contiguous"
         self._decision = {"memory format": name, "because": reason}
-        log.info("ChannelsLast: %s. Reason: %s.", name, reason)
         if channels_last and self._convolutions is not None:
             self._convolutions.convert()
 

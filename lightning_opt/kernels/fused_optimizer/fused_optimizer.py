@@ -8,7 +8,6 @@ gradients, so this module converts the order before each update.
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,6 @@ from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-log = logging.getLogger(__name__)
 
 FUSABLE: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)
 # The options of a parameter group that select the fused kernel.
@@ -89,8 +86,6 @@ class FusedOptimizer(RunCallback):
                 "reason": obstacle or "",
             }
             self._rows.append(row)
-            if trainer.is_global_zero and obstacle not in (None, "already fused"):
-                log.info("FusedOptimizer: %(class)s stays %(implementation)s: %(reason)s.", row)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +20,6 @@ from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-log = logging.getLogger(__name__)
 
 CUBLAS_ENV_VAR = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
@@ -129,7 +126,6 @@ class Runtime(RunCallback):
                 change = apply()
             except NotSetError as error:
                 row.update(set=False, note=str(error))
-                log.info("Runtime: %s is not set: %s.", name, error)
                 if error.failed:
                     failed.append(f"{name}={value} ({error})")
             else:

@@ -40,9 +40,6 @@ RAMP_SHARE = 1 / 2
 MAX_RAMP = 30
 """Longest default ramp, in steps in which each element could be sent once: 3,000 steps for 1%."""
 
-RAMP_OF_UNKNOWN_RUN = 10
-"""Default ramp of a run of unknown length, in the same unit: 1,000 steps for 1%."""
-
 
 class Ramp:
     """The steps in which Top-K sends more elements than it will later.
@@ -89,10 +86,8 @@ def default_ramp_steps(compressor: Compressor, planned: float = math.inf) -> int
     """
     if not isinstance(compressor, TopK):
         return 0
-    round_trip = 1.0 / compressor.ratio  # steps after which every element could be sent once
-    if not 0 <= planned < math.inf:
-        return round(RAMP_OF_UNKNOWN_RUN * round_trip)
-    return round(min(RAMP_SHARE * planned, MAX_RAMP * round_trip))
+    longest = MAX_RAMP / compressor.ratio
+    return round(min(RAMP_SHARE * planned, longest) if planned >= 0 else longest)
 
 
 class AutoChoice:
@@ -186,14 +181,7 @@ class AutoChoice:
             for scheme in self.schemes
         ]
         self.choice = gentlest_that_pays(self._medians, margins)
-        rank_zero_info(self._summary())
-
-    def _summary(self) -> str:
-        steps = ", ".join(
-            f"{name_of(scheme)} {1e3 * seconds:.3g} ms"
-            for scheme, seconds in zip(self.schemes, self._medians, strict=True)
-        )
-        return f"Compressed DDP: measured steps: {steps}. Chosen: {self.name}."
+        rank_zero_info(f"Compressed DDP: {self.report()}")
 
     def report(self) -> Report | None:
         """Return the step times and the choice; None if nothing was measured."""
@@ -208,7 +196,7 @@ class AutoChoice:
             }
             for index, (scheme, seconds) in enumerate(zip(self.schemes, self._medians, strict=True))
         ]
-        return Report("How gradients are sent", rows, [self._summary()])
+        return Report("How gradients are sent", rows, [f"Chosen: {self.name}."])
 
 
 def gentlest_that_pays(seconds: Sequence[float], margins: Sequence[float]) -> int:

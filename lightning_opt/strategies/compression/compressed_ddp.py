@@ -84,8 +84,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             ``static_graph``, because DDP rearranges its buckets after the first ones.
         ramp_steps: Steps after these in which Top-K goes from a quarter of the elements to
             ``ratio``, each stage sending a quarter of the one before. Early gradients change fast,
-            so late ones do harm. None for half of the run, at most ``30 / ratio`` steps;
-            ``10 / ratio`` if the run's length is unknown.
+            so late ones do harm. None for half of the run, at most ``30 / ratio`` steps.
         every_n_steps: Optimizer steps between reports.
         **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy` and
             :class:`~torch.nn.parallel.DistributedDataParallel`.

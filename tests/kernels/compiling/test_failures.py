@@ -121,15 +121,6 @@ def test_data_dependent_control_flow_with_fullgraph_falls_back() -> None:
     assert "data-dependent" in message.lower()
 
 
-def test_fallback_works_with_micro_batching_in_any_order() -> None:
-    expected = train(MicroBatching(2), model=Linear(), **SHORT)
-    for order in (1, -1):
-        both = [CompileModel(backend=fails_in_backward), MicroBatching(2)][::order]
-        actual, messages = messages_of(lambda both=both: train(*both, model=Linear(), **SHORT))
-        assert len(messages) == 1
-        assert_same(actual, expected)
-
-
 class Linear(Net):
     """A model without BatchNorm, whose statistics depend on micro-batches."""
 

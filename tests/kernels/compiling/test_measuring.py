@@ -99,27 +99,22 @@ def modes_on_each_rank() -> list[str]:
     return found
 
 
-def failure_on_rank_0() -> list[str]:
+def failure_on_rank_0() -> tuple[list[str], list[str]]:
     """Compilation fails on one rank; all ranks measure again in a second fit."""
-    timing.time.perf_counter = lambda: Timed.now  # type: ignore[assignment]
+    decisions = modes_on_each_rank()
     model = Timed(compiled=5.0)
     callback = CompileModel(backend=on_rank_0(fails), measure=True)
     for _ in range(2):
         ddp = DDPStrategy(process_group_backend="gloo")
         settings = {"strategy": ddp, "devices": 2, "max_epochs": 1}
         messages_of(lambda: train(callback, model=model, **settings))  # noqa: B023
-    return model.modes
+    return decisions, model.modes
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ranks_measure_again_if_compilation_has_failed_on_one() -> None:
-    first, second = launch(failure_on_rank_0, timeout=120)
+def test_ranks_decide_alike_and_measure_again_if_compilation_has_failed_on_one() -> None:
+    (mine, first), (theirs, second) = launch(failure_on_rank_0, timeout=120)
+    assert mine == theirs == ["default", "eager"]
     assert first[20:] == ["eager"] * 20
     assert second[20:] == ["eager"] * 7 + ["default"] * 13
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_all_ranks_decide_alike() -> None:
-    assert launch(modes_on_each_rank) == [["default", "eager"]] * 2
