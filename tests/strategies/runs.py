@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compressors import TopK
 from tests.helpers.trainers import quiet_trainer
 
 SIZES = (40, 700, 3, 1500, 260)
@@ -146,6 +147,12 @@ class KeptResiduals(CompressedDDPStrategy):
     @property
     def kept(self) -> dict[str, Tensor]:
         return self.state["residuals"]
+
+
+def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
+    """Return a strategy that compresses several small buckets after three steps."""
+    settings = {"warmup_steps": 3, "ramp_steps": 0, "bucket_cap_mb": SMALL_BUCKETS, **settings}
+    return KeptResiduals(compressor or TopK(0.05), **settings)
 
 
 def state_of(trainer: Any) -> dict[str, Any]:

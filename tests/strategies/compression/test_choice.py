@@ -183,18 +183,13 @@ def test_only_timed_steps_of_each_trial_count(monkeypatch):
     assert auto.name == "Quantize(8)"
 
 
-def test_only_top_k_has_a_ramp():
-    for compressor in (Quantize(), Threshold()):
-        assert default_ramp_steps(compressor, 10_000) == default_ramp_steps(compressor) == 0
-        assert CompressedDDPStrategy(compressor).compressor_at(10) is compressor
-
-
-def test_default_ramp_is_a_share_of_the_run_up_to_a_maximum():
+def test_default_ramp_of_top_k_is_a_share_of_the_run_up_to_a_maximum():
+    assert default_ramp_steps(Quantize(), 10_000) == default_ramp_steps(Threshold()) == 0
     assert default_ramp_steps(TopK(0.01), 900) == 450
     assert default_ramp_steps(TopK(0.01), 10**6) == 3000
     assert default_ramp_steps(TopK(0.001), 10**6) == 30_000
     for unknown in (math.inf, -1):  # possible values of Lightning's estimate
-        assert default_ramp_steps(TopK(0.01), unknown) == 1000
+        assert default_ramp_steps(TopK(0.01), unknown) == 3000
 
 
 # --- a fast link ----------------------------------------------------------------------------------
@@ -315,23 +310,6 @@ def test_top_k_is_chosen_on_a_slow_link():
     assert not any(others)
 
 
-def _slow_rank() -> str:
-    """Only rank 1's link is slow."""
-    _ramped()
-    with pytest.MonkeyPatch.context() as patch:
-        SlowLink(patch, SECONDS_PER_BYTE * int(os.environ["RANK"]))
-        strategy = chooser()
-        fit(Ledger(), strategy, range(WARM + TRIALS + 2))
-        return strategy.describe().notes[0]
-
-
-@pytest.mark.distributed
-def test_slowest_rank_decides_and_ramp_comes_after_the_trials():
-    first, second = launch(_slow_rank)
-    assert first == second
-    assert first.endswith("Chosen: TopK(0.01).")
-
-
 def _ramped() -> None:
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch)
@@ -348,6 +326,23 @@ def _ramped() -> None:
             assert set(last_trial) == set(ramp[72:])
             assert len(set(ramp[:36])) == len(set(ramp[36:72])) == 1
             assert ramp[0] > 3 * ramp[36] > 3.5 * ramp[72]
+
+
+def _ramp_and_slow_rank() -> str:
+    """Only rank 1's link is slow."""
+    _ramped()
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch, SECONDS_PER_BYTE * int(os.environ["RANK"]))
+        strategy = chooser()
+        fit(Ledger(), strategy, range(WARM + TRIALS + 2))
+        return strategy.describe().notes[0]
+
+
+@pytest.mark.distributed
+def test_slowest_rank_decides_and_ramp_comes_after_the_trials():
+    first, second = launch(_ramp_and_slow_rank)
+    assert first == second
+    assert first.endswith("Chosen: TopK(0.01).")
 
 
 # --- resume ---------------------------------------------------------------------------------------

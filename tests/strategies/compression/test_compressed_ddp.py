@@ -18,11 +18,11 @@ from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger
 from tests.strategies.runs import (
     SMALL_BUCKETS,
-    KeptResiduals,
     Ledger,
     LedgerByHand,
     SaveAtEnd,
     assert_nothing_is_lost,
+    compressed,
     dist_world,
     expected,
     fit,
@@ -30,16 +30,6 @@ from tests.strategies.runs import (
 )
 
 pytestmark = pytest.mark.distributed
-
-
-def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
-    settings = {
-        "warmup_steps": 3,
-        "ramp_steps": 0,
-        "bucket_cap_mb": SMALL_BUCKETS,
-        **settings,
-    }
-    return KeptResiduals(compressor or TopK(0.05), **settings)
 
 
 # --- nothing is lost ---------------------------------------------------------------------------

@@ -14,11 +14,10 @@ import lightning_opt as lo
 from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
 from tests.helpers.processes import launch
 from tests.strategies.runs import (
-    SMALL_BUCKETS,
-    KeptResiduals,
     Ledger,
     SaveAtEnd,
     assert_nothing_is_lost,
+    compressed,
     dist_world,
     expected,
     fit,
@@ -28,11 +27,6 @@ from tests.strategies.runs import (
 pytestmark = pytest.mark.distributed
 
 SKIPPED = (9, 15, 16)
-
-
-def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
-    settings = {"warmup_steps": 3, "ramp_steps": 0, "bucket_cap_mb": SMALL_BUCKETS, **settings}
-    return KeptResiduals(compressor or TopK(0.05), **settings)
 
 
 def without(steps: range) -> list[int]:

@@ -131,7 +131,7 @@ def test_invalid_arguments_raise(settings, words):
             {1: None, 2: 0.25, 11: 0.25, 12: 0.1},
         ),
         # The length of the run is unknown.
-        ({"ratio": 0.01}, {9: None, 10: 0.25, 343: 0.25, 344: 0.0625, 1009: 0.25**3, 1010: 0.01}),
+        ({"ratio": 0.01}, {9: None, 10: 0.25, 1009: 0.25, 1010: 0.0625, 3009: 0.25**3, 3010: 0.01}),
         ({"ratio": 0.5}, {9: None, 10: 0.5}),
     ],
 )
