@@ -166,11 +166,11 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def same_on_all_ranks(module: nn.Module) -> bool:
-    """Return whether all ranks have the same bits."""
-    flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, flat)
-    return all(torch.equal(flat.view(torch.uint8), other.view(torch.uint8)) for other in everywhere)
+    """Return whether all ranks have the same bits in weights and buffers."""
+    own = torch.cat([one.detach().double().flatten() for one in module.state_dict().values()])
+    everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, own)
+    return all(torch.equal(own.view(torch.uint8), other.view(torch.uint8)) for other in everywhere)
 
 
 class SaveAtEnd(Callback):

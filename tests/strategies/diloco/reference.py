@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,3 +83,12 @@ def simulate(  # noqa: C901 - one algorithm from top to bottom
         merge(number)
     final = [weights_of(replica) for replica in range(replicas)]
     return {name: sum(w[name] for w in final) / replicas for name in names}
+
+
+def assert_equals_simulation(
+    found: nn.Module, model: nn.Module, loss_of: Any, make_optimizer: Any, **settings: Any
+) -> None:
+    """Assert that a trained model has the weights of :func:`simulate` for two replicas."""
+    expected = simulate(model, loss_of, make_optimizer, **{"replicas": 2, **settings})
+    for name, weight in found.named_parameters():
+        torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=1e-12)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lightning_opt as lo
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
-from tests.strategies.diloco.reference import simulate
+from tests.strategies.diloco.reference import assert_equals_simulation
 from tests.strategies.runs import fit, same_on_all_ranks
 
 pytestmark = pytest.mark.distributed
@@ -103,12 +103,9 @@ def _clipping() -> None:
         optimizers.append(Clipped(one.parameters(), lr=0.5))
         return optimizers[-1]
 
-    expected = simulate(
-        Net(), decayed, make, replicas=2, steps=STEPS, sync_every=4, outer_lr=1.0, outer_momentum=0
-    )
+    window = {"steps": STEPS, "sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0}
+    assert_equals_simulation(model, Net(), decayed, make, **window)
     assert taken == 2 * STEPS
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=1e-12)
 
 
 def _guarded() -> None:
@@ -127,18 +124,11 @@ def _guarded() -> None:
         loss = loss_of(one, step, replica)
         return loss * torch.nan if replica == 1 and step in (5, 6) else loss
 
-    expected = simulate(
-        Net(),
-        spoiled,
-        lambda one: Skips(one.parameters(), lr=0.02),
-        replicas=2,
-        steps=STEPS,
-        sync_every=4,
-        outer_lr=1.0,
-        outer_momentum=0,
-    )
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=1e-12)
+    def make(one: nn.Module) -> torch.optim.Optimizer:
+        return Skips(one.parameters(), lr=0.02)
+
+    window = {"steps": STEPS, "sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0}
+    assert_equals_simulation(model, Net(), spoiled, make, **window)
 
 
 class Weights(Callback):
