@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
 TARGETS = """\
 model and data:
-  module:Class or path/to/file.py:Class. A function without arguments that returns the model works
-  too; for data also one that returns a DataLoader. Arguments of a class: --model.width 64. Without
-  --data the model's own loaders are used. --config takes a configuration of LightningCLI with all
-  of this.
+  module:Class or path/to/file.py:Class. Arguments of a class: --model.width 64. Without --data the
+  model's own loaders are used. --config takes a configuration of LightningCLI with all of this.
 """
 
 
@@ -142,18 +140,17 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
     given = config.as_dict()
     optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
-    model = targets.recipe("model", given.get("model"), optimizer=optimizer, scheduler=scheduler)
+    model = targets.recipe(given.get("model"), optimizer=optimizer, scheduler=scheduler)
     if model is None:
         raise UsageError(
             f"{parser.prog} needs a model: module:Class, path/to/file.py:Class or a configuration "
             f"of LightningCLI. {parser.prog} --help has examples."
         )
-    data = targets.recipe("data", given.get("data"))
+    data = targets.recipe(given.get("data"))
     loader_hook = getattr(import_attribute(model.target), "train_dataloader", None)
     if data is None and loader_hook in [base.train_dataloader for base in LightningModule]:
         raise UsageError(
-            f"{model} has no train_dataloader. Name its data, --data module:Class, or a "
-            "function that returns a DataLoader."
+            f"{model} has no train_dataloader. Name its LightningDataModule: --data module:Class."
         )
     trainer, seed = given_arguments(config.trainer), config.seed_everything
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)

@@ -88,12 +88,6 @@ def fit_class(base: Any) -> Any:
 
 def run_fit(argv: Sequence[str]) -> int:
     targets = Targets(argv)
-    if targets.functions:
-        kind, target = next(iter(targets.functions.items()))
-        raise UsageError(
-            f"--{kind} {target} is a function, and fit needs a class, so that its arguments can be "
-            f"given as --{kind}.<name>."
-        )
     fit_class(cli_of(targets.package).LightningCLI)(
         args=["fit", *targets.argv],
         seed_everything_default=0,

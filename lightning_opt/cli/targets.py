@@ -23,12 +23,12 @@ from lightning_opt.trainer.lightning import (
     LightningModule,
     package_of,
 )
-from lightning_opt.worker.recipes import import_attribute, instantiate, package_behind
+from lightning_opt.worker.recipes import import_attribute, instantiate
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-BASES: dict[str, tuple[type, ...]] = {"model": LightningModule, "data": LightningDataModule}
+BASES = {"--model": LightningModule, "--data": LightningDataModule}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
 
 
@@ -83,7 +83,6 @@ class Targets:
 
     Attributes:
         argv: The command line in LightningCLI's notation.
-        functions: Targets that are functions instead of classes, by ``"model"`` and ``"data"``.
         package: The package of Lightning that the model comes from.
 
     Raises:
@@ -91,7 +90,6 @@ class Targets:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.functions: dict[str, str] = {}
         self._places: dict[str, str] = {}
         self.argv = self._translate(argv)
         self.package = self._package()
@@ -105,7 +103,7 @@ class Targets:
         arguments = iter(argv)
         for argument in arguments:
             option, equals, value = argument.partition("=")
-            if option not in ("--model", "--data"):
+            if option not in BASES:
                 translated.append(argument)
                 continue
             value = value if equals else next(arguments, "")
@@ -115,8 +113,6 @@ class Targets:
         return translated
 
     def _package(self) -> Any:
-        if "model" in self.functions:
-            return package_behind(self.functions["model"])
         path = ""
         for option, value in pairwise([*self.argv, ""]):
             option, _, inline = option.partition("=")
@@ -128,10 +124,8 @@ class Targets:
         except (ImportError, UsageError, ValueError):
             return DEFAULT  # the parser will explain
 
-    def recipe(self, kind: str, entry: Any, **more: Any) -> Recipe | None:
-        """Return a recipe for the entry ``"model"`` or ``"data"`` of the parsed configuration."""
-        if kind in self.functions:
-            return Recipe(self.functions[kind])
+    def recipe(self, entry: Any, **more: Any) -> Recipe | None:
+        """Return a recipe for an entry of the parsed configuration."""
         if entry is None:
             return None
         path = entry["class_path"]
@@ -140,24 +134,20 @@ class Targets:
         return Recipe(place, entry.get("init_args") or {}, **more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
-        """Return the option with an import path; nothing for a function, which is stored."""
+        """Return the option with an import path."""
         if value.endswith(".py"):
             raise UsageError(
-                f"{option} {value} names a file; name a class or a function in it: "
+                f"{option} {value} names a file; name a class in it: "
                 + ", ".join(f"{value}:{name}" for name in class_names(find_module(value)))
             )
         if ":" not in value or value.startswith("{"):
             return [option, value]  # LightningCLI's own notation: an import path, a name, JSON
-        kind, found, (place, _, name) = option[2:], look_up(value), value.rpartition(":")
-        target = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
-        if inspect.isclass(found) and issubclass(found, BASES[kind]):
-            path = f"{found.__module__}.{found.__qualname__}"
-            self._places[path] = target
-            return [option, path]
-        if not callable(found):
-            raise UsageError(f"{value} is not a class or function, so it cannot create a {kind}.")
-        self.functions[kind] = target
-        return []
+        found, base, (place, _, name) = look_up(value), BASES[option], value.rpartition(":")
+        if not (inspect.isclass(found) and issubclass(found, base)):
+            raise UsageError(f"{value} is not a class that inherits from {base[0].__name__}.")
+        path = f"{found.__module__}.{found.__qualname__}"
+        self._places[path] = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
+        return [option, path]
 
 
 def _class_path(option: str, value: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A user's project: a model with arguments, data, and functions that create them."""
+"""A user's project: a model with arguments, data, and a callback."""
 
 import lightning as L
 import torch
@@ -49,17 +49,6 @@ class SmallData(L.LightningDataModule):
 
     def train_dataloader(self):
         return DataLoader(rows(), batch_size=self.batch_size)
-
-
-def make_small() -> Small:
-    return Small(width=4)
-
-
-def make_loader() -> DataLoader:
-    return DataLoader(rows(), batch_size=4)
-
-
-NOT_A_MODEL = 3
 
 
 class Interrupt(L.Callback):

@@ -111,14 +111,16 @@ def test_help_has_examples_and_own_options_only(command, capsys):
         (["tune", "no_such_module:Model"], "There is no module 'no_such_module' here"),
         (["tune", "no_such_file.py:Model"], "There is no file no_such_file.py"),
         (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
-        (["tune", "PROJECT:NOT_A_MODEL"], "is not a class or function"),
-        (["tune", "PROJECT"], "name a class or a function in it: PROJECT:Small, PROJECT:SmallData"),
+        (["tune", "PROJECT:rows"], "rows is not a class that inherits from LightningModule"),
+        (["tune", "PROJECT"], "name a class in it: PROJECT:Small, PROJECT:SmallData"),
         (["tune", *TARGETS, "--candidates", "bf16,compil"], "did you mean 'compile'?"),
         (["bench", *TARGETS, "--against", "no.yaml"], "There is no file no.yaml"),
         (["profile", *TARGETS, "--trainer.max_steps=3"], "--steps sets the number"),
-        (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
-        (["doctor", "PROJECT:Small"], "has no train_dataloader. Name its data, --data module:"),
+        (
+            ["doctor", "PROJECT:Small"],
+            "has no train_dataloader. Name its LightningDataModule: --data module:",
+        ),
         (["bench", *TARGETS, "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
         (["fit", "--model"], "--model must be followed by"),
     ],
@@ -315,8 +317,7 @@ def test_fit_starts_the_second_ddp_process(tmp_path):
 
 
 def test_profile_reports_phases(capsys, tmp_path):
-    words = ["profile", f"{PROJECT}:make_small", "--data", f"{PROJECT}:make_loader"]
-    assert main([*words, "--steps=6", "--out=there", "--preset=basic", *QUIET]) == 0
+    assert main(["profile", *TARGETS, "--steps=6", "--out=there", "--preset=basic", *QUIET]) == 0
     assert "forward" in capsys.readouterr().out
     report = json.loads((tmp_path / "there" / "profile.json").read_text())
     phases = {row["phase"] for row in report["rows"]}

@@ -21,11 +21,13 @@ from lightning_opt.cli import main
 sys.exit(main())
 """
 PROJECT = """
+from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 from tests.tuner.subjects import Sleeper as Model, batches
 
-def data():
-    return DataLoader(batches().dataset, batch_size=32, num_workers=1)
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(batches().dataset, batch_size=32, num_workers=1)
 """
 WORDS = "--budget 60s --candidates compile --trainer.accelerator cpu --out"
 
@@ -71,7 +73,7 @@ def interrupt(tmp_path, project, said, temporary, after, seconds, to_all):
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "INTERRUPTED_BY": str(tmp_path),
         "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
     }  # fmt: skip
-    words = ["tune", f"{project}:Model", "--data", f"{project}:data", *WORDS.split()]
+    words = ["tune", f"{project}:Model", "--data", f"{project}:Data", *WORDS.split()]
     with said.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, *words, str(tmp_path / "out")],

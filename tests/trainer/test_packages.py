@@ -224,7 +224,7 @@ def test_commands_train_a_module_of_pytorch_lightning(project, tmp_path, capsys)
     }
     config.write_text(yaml.safe_dump(content))
     assert main(["profile", str(config), "--steps=4", *QUIET]) == 0
-    assert main(["doctor", f"{project}:make_small", f"--data={project}:make_loader", "--steps=4",
+    assert main(["doctor", f"{project}:Small", f"--data={project}:SmallData", "--steps=4",
                  *QUIET]) == 0  # fmt: skip
     assert "forward" in capsys.readouterr().out
 
@@ -240,4 +240,3 @@ def test_tuner_measures_a_module_of_pytorch_lightning(project):
     trained = {"baseline", "accepted", "no gain", "rejected", "too slow"}
     assert {trial.verdict for trial in result.trials} <= trained
     assert result.facts["pytorch_lightning"] == pytorch_lightning.__version__
-    assert "import pytorch_lightning as L" in result.to_python()
