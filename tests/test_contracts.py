@@ -47,7 +47,6 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": {"class_path": "lightning_opt.UnitWise", "init_args": {"exclude": None}}},
         {"rule": "percentile"},
     ],
-    "AttentionBackend": [{"order": ["math"]}],
     "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0}],
     "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],
     "ChannelsLast": [{"policy": "always"}],

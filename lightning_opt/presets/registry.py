@@ -69,7 +69,7 @@ def advanced() -> Preset:
               "convolutions with the channels last in memory, in convolutional models",
               "may be slower on some devices")
         .plus(AttentionBackend, None,
-              "flash attention first, and a warning where the slow kernel is used",
+              "a warning where torch's slow attention kernel is used",
               "inspects the first batch")
         .plus(CompileModel, _compile_scope,
               "torch.compile, if a measurement shows that it pays in the remaining steps",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.kernels.attention.attention_backend import CAN_SET_ORDER
 from tests.helpers.footprint import process_footprint
 from tests.helpers.models import loader_of
 from tests.helpers.trainers import quiet_trainer
@@ -23,7 +22,7 @@ pytestmark = [
 ]
 
 FEATURES = {
-    "AttentionBackend": lambda: {"callbacks": [lo.AttentionBackend(("math", "flash"))]},
+    "AttentionBackend": lambda: {"callbacks": [lo.AttentionBackend()]},
     "ChannelsLast": lambda: {"callbacks": [lo.ChannelsLast("always")]},
     "CompileModel": lambda: {"callbacks": [lo.CompileModel(backend="eager")]},
     "DataMonitor": lambda: {"callbacks": [lo.DataMonitor(every_n_steps=1)]},
@@ -88,7 +87,6 @@ def settings() -> dict[str, Any]:
         **process_footprint(),
         "dynamo": dynamo_config.get_config_copy(),
         "functorch": functorch_config.get_config_copy(),
-        "attention order": torch._C._get_sdp_priority_order() if CAN_SET_ORDER else None,
     }
 
 
@@ -102,19 +100,12 @@ def _unusual(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     matmul, collected = torch.get_float32_matmul_precision(), gc.get_threshold()
-    order = torch._C._get_sdp_priority_order() if CAN_SET_ORDER else []
     with dynamo_config.patch(optimize_ddp=False, cache_size_limit=5):
         torch.set_float32_matmul_precision("medium")
         torch.set_deterministic_debug_mode("warn")
-        torch.backends.cuda.enable_flash_sdp(False)
-        if CAN_SET_ORDER:
-            torch._C._set_sdp_priority_order([3, 0, 4, 2, 1])
         gc.set_threshold(701, 11, 12)
         yield
     gc.set_threshold(*collected)
-    if CAN_SET_ORDER:
-        torch._C._set_sdp_priority_order(order)
-    torch.backends.cuda.enable_flash_sdp(True)
     torch.set_deterministic_debug_mode("default")
     torch.set_float32_matmul_precision(matmul)
 

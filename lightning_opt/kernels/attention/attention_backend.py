@@ -1,15 +1,14 @@
-"""Sets and reports the backend that torch uses for scaled dot-product attention.
+"""Reports the backend that torch uses for scaled dot-product attention.
 
-No attention is computed here: the functions that set the order and find the backend of a call are
-torch's own.
+No attention is computed here: the function that finds the backend of a call is torch's own.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from lightning_opt.core.modules.compiling import has_compiled_parts
-from lightning_opt.core.modules.patching import Patches, replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -29,85 +28,57 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.MATH.value: "math",
 }
-_NAMES = {backend.value: name for name, backend in BACKENDS.items()}
-# For each backend, functions that return and set whether it may be used.
-_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
-    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-}
-
 FUNCTION_NAME = "scaled_dot_product_attention"
-# Since torch 2.6 the order can be set; older versions can only turn backends on and off.
-CAN_SET_ORDER = hasattr(torch._C, "_set_sdp_priority_order")
 
 
 class AttentionBackend(RunCallback):
-    """Reports which attention backend torch uses, and sets the order in which it tries them.
+    """Reports which attention backend torch uses, and warns of the slow one.
 
     ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, called
     backends, and silently uses the first that supports a call. A mask or a dropout that the fast
     backends do not support therefore costs speed and memory unnoticed. This callback records the
     calls of the first batch, and warns once if any of them uses the slow backend, math. Its
-    :meth:`report` lists the backend of each kind of call, and the reasons why preferred backends
-    are not used. After the first batch it does not slow down a step.
-
-    The order holds from ``setup`` to ``teardown``, for training, validation, test and prediction,
-    and for forward passes that activation checkpointing repeats in the backward pass. Everything is
-    restored afterwards, even after an exception.
-
-    Calls that no other backend supports use math, even if it is not in ``order``, so training never
-    stops for lack of a backend.
+    :meth:`report` lists the backend of each kind of call, and the reasons why better backends are
+    not used. After the first batch it does not slow down a step.
 
     On a CPU, torch has flash and math. The calls of a compiled model are not recorded, because
     recording would compile it twice.
 
     Nothing is logged.
 
-    Args:
-        order: Backends, best first: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``. Other
-            backends are not used, except math. In torch 2.5 the order has no effect.
-
     Raises:
-        ValueError: For an ``order`` that is empty or has repeated or unknown names; in ``setup``
-            for a second ``AttentionBackend``.
+        ValueError: In ``setup`` for a second ``AttentionBackend``.
 
     Example:
         >>> import lightning as L
         >>> import lightning_opt as lo
-        >>> attention = lo.AttentionBackend(order=("cudnn", "flash", "math"))
+        >>> attention = lo.AttentionBackend()
         >>> trainer = L.Trainer(callbacks=[attention], logger=False)
         >>> attention.report().rows
         []
+
+    Args:
+        None.
     """
 
     only_one = True
     not_pickled = ("_recorder",)
 
-    def __init__(self, order: Sequence[str] = ("flash", "cudnn", "efficient", "math")) -> None:
-        names = [order] if isinstance(order, str) else list(order)
-        if not names or len(set(names)) < len(names) or not set(names) <= set(BACKENDS):
-            raise ValueError(
-                f"order must name some of {', '.join(BACKENDS)}, each once, got {order!r}."
-            )
-        self.order = tuple(names)
+    def __init__(self) -> None:
         self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._is_first_batch = True
         self._is_compiled = False
-        self._undo = Patches()
         self._recorder: CallRecorder | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set the order."""
+        """Discard the calls of an earlier run."""
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
-        self._undo.enter_context(backend_order(self.order))
         self._calls = {}
         self._is_first_batch = True
         self._is_compiled = False
@@ -133,7 +104,7 @@ class AttentionBackend(RunCallback):
         self._is_first_batch = False
         self._is_compiled = has_compiled_parts(trainer.strategy.model or pl_module)
         if not self._is_compiled:
-            self._recorder = CallRecorder(self._calls, self.order)
+            self._recorder = CallRecorder(self._calls)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Stop recording, and warn if math is used."""
@@ -147,8 +118,6 @@ class AttentionBackend(RunCallback):
     def report(self) -> Report:
         """Return one row for each kind of call in the first batch."""
         notes = []
-        if not CAN_SET_ORDER:
-            notes.append("This version of torch cannot set the order of backends.")
         if self._is_compiled:
             notes.append(
                 "The model is compiled, so its calls were not recorded. torch.compile chooses by "
@@ -156,12 +125,11 @@ class AttentionBackend(RunCallback):
             )
         elif not self._calls:
             notes.append("No call of scaled_dot_product_attention was recorded.")
-        title = f"Attention backends, in the order {', '.join(self.order)}"
-        return Report(title, list(self._calls.values()), notes)
+        return Report("Attention backends", list(self._calls.values()), notes)
 
     def _warn_of_math(self) -> None:
         math_rows = [row for row in self._calls.values() if row["backend"] == "math"]
-        if not math_rows or self.order[0] == "math":
+        if not math_rows:
             return
         row = math_rows[0]
         rank_zero_warn(
@@ -172,40 +140,10 @@ class AttentionBackend(RunCallback):
         )
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Restore torch's function and its settings."""
+        """Restore torch's function."""
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
-        self._undo.close()
-
-
-@contextmanager
-def backend_order(order: Sequence[str]) -> Iterator[None]:
-    """Set the backends that torch may use and their order, and restore them at the end.
-
-    ``torch.nn.attention.sdpa_kernel`` is not used: it turns off the backends of other devices
-    (XPU), and it may change the position of a backend that was off before.
-
-    Args:
-        order: Names of :data:`BACKENDS`, best first. Math supports every call, so backends after it
-            are turned off, also if torch cannot set the order. Math itself stays on as the last
-            one; otherwise calls that no other backend supports would raise.
-    """
-    enabled = {name: is_enabled() for name, (is_enabled, _) in _SWITCHES.items()}
-    ranks = torch._C._get_sdp_priority_order() if CAN_SET_ORDER else []
-    reachable = [*takewhile(lambda name: name != "math", order), "math"]
-    for name, (_, enable) in _SWITCHES.items():
-        enable(name in reachable)
-    if CAN_SET_ORDER:
-        first = [BACKENDS[name].value for name in reachable]
-        torch._C._set_sdp_priority_order([*first, *(rank for rank in ranks if rank not in first)])
-    try:
-        yield
-    finally:
-        for name, (_, enable) in _SWITCHES.items():
-            enable(enabled[name])
-        if CAN_SET_ORDER:
-            torch._C._set_sdp_priority_order(ranks)
 
 
 class CallRecorder:
@@ -217,12 +155,10 @@ class CallRecorder:
 
     Args:
         rows: Dictionary to which a row of the report is added for each kind of call.
-        order: The backends, best first.
     """
 
-    def __init__(self, rows: dict[tuple[Any, ...], dict[str, Any]], order: Sequence[str]) -> None:
+    def __init__(self, rows: dict[tuple[Any, ...], dict[str, Any]]) -> None:
         self._rows = rows
-        self._order = order
         self._original: Callable[..., Tensor] = functional.scaled_dot_product_attention
         self._patches = ExitStack()
         for module in list(sys.modules.values()):
@@ -268,7 +204,7 @@ class CallRecorder:
             return
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
         backend = _choose(arguments, scale, enable_gqa)
-        preferred = [*takewhile(lambda name: name != backend, self._order)]
+        preferred = [*takewhile(lambda name: name != backend, BACKENDS.values())]
         reasons = [
             f"{name}: {_reason_not_used(name, (*arguments, enable_gqa))}" for name in preferred
         ]
@@ -298,7 +234,7 @@ def _choose(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> s
         choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=grouped)
     except (RuntimeError, NotImplementedError, TypeError):  # raised for unusual tensors
         return "unknown"
-    return _NAMES.get(int(choice), f"number {int(choice)}")
+    return BACKENDS.get(int(choice), f"number {int(choice)}")
 
 
 def _reason_not_used(name: str, arguments: tuple[Any, ...]) -> str:

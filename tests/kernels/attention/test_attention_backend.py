@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.kernels.attention import self_attention
-from lightning_opt.kernels.attention.attention_backend import CAN_SET_ORDER
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -26,22 +25,9 @@ ORIGINAL = functional.scaled_dot_product_attention
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def sdp_settings() -> dict[str, Any]:
-    cuda = torch.backends.cuda
-    return {
-        "flash": cuda.flash_sdp_enabled(),
-        "efficient": cuda.mem_efficient_sdp_enabled(),
-        "math": cuda.math_sdp_enabled(),
-        "cudnn": cuda.cudnn_sdp_enabled(),
-        "ranks": torch._C._get_sdp_priority_order() if CAN_SET_ORDER else None,
-    }
-
-
 @pytest.fixture(autouse=True)
-def _settings_are_restored() -> Iterator[None]:
-    before = sdp_settings()
+def _function_is_restored() -> Iterator[None]:
     yield
-    assert sdp_settings() == before
     assert functional.scaled_dot_product_attention is ORIGINAL
     assert self_attention.scaled_dot_product_attention is ORIGINAL
 
@@ -59,7 +45,7 @@ class Net(LightningModule):
         super().__init__()
         state = torch.get_rng_state()
         torch.manual_seed(0)
-        self.kind, self.dropout, self.settings = kind, dropout, []
+        self.kind, self.dropout = kind, dropout
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         if kind == "bias":
             self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
@@ -88,17 +74,14 @@ class Net(LightningModule):
         return self.last(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.settings.append(sdp_settings())
         return self(batch).square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.settings.append(sdp_settings())
         self.log("loss", self(batch).square().mean())
 
     test_step = validation_step
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.settings.append(sdp_settings())
         return self(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -175,7 +158,6 @@ def test_math_serves_a_learned_mask_and_warns_once():
     assert row["mask"] == "float32 (6, 6)"
     assert "flash: no dropout, and not every mask" in row["better ones"]
     assert "cudnn: not for CPUs" in row["better ones"]
-    row_served_by_math(Net("bias"), lo.AttentionBackend(("cudnn", "flash")), "uses math")
 
 
 def test_each_shape_of_the_first_batch_gets_a_row():
@@ -196,24 +178,10 @@ def test_report_shows_the_dtype_under_autocast():
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_order_and_report_work_without_training(stage):
-    attention, net = lo.AttentionBackend(("math",)), Net()
-    getattr(quiet_trainer(callbacks=[attention]), stage)(net, data())
-    assert [row["backend"] for row in attention.report().rows] == ["math"]
-    assert all(not found["flash"] and found["math"] for found in net.settings)
-
-
-def test_order_holds_in_training_and_validation():
-    net = Net()
-    trainer = quiet_trainer(callbacks=[lo.AttentionBackend(("efficient", "flash"))])
-    trainer.fit(net, data(), data())
-    assert len(net.settings) == 6
-    for found in net.settings:
-        assert (found["efficient"], found["flash"], found["math"]) == (True, True, True)
-        assert not found["cudnn"]
-        if CAN_SET_ORDER:
-            assert found["ranks"][:3] == [2, 1, 0]
-            assert sorted(found["ranks"]) == [0, 1, 2, 3, 4]
+def test_report_without_training(stage):
+    attention = lo.AttentionBackend()
+    getattr(quiet_trainer(callbacks=[attention]), stage)(Net(), data())
+    assert [row["backend"] for row in attention.report().rows] == ["flash"]
 
 
 def test_function_is_replaced_only_for_the_first_batch():
@@ -242,23 +210,13 @@ def test_compile_model_compiles_no_more_graphs():
     assert "compiled" in attention.report().notes[0]
 
 
-def test_invalid_settings_raise():
-    for order in ((), ("flash", "flash"), ("quick",)):
-        with pytest.raises(ValueError, match="order must name some of flash, cudnn"):
-            lo.AttentionBackend(order)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "math"])
-def test_first_available_backend_is_used_on_gpu(backend):
-    attention = lo.AttentionBackend((backend, "math") if backend != "math" else ("math",))
-    net = Net("module")
+def test_fused_backend_is_used_on_gpu():
+    attention = lo.AttentionBackend()
     trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
-    trainer.fit(net, data())
+    trainer.fit(Net("module"), data())
     (row,) = attention.report().rows
-    assert row["backend"] in (backend, "math")
-    if row["backend"] != backend:
-        assert row["better ones"]
+    assert row["backend"] != "math"
 
 
 @pytest.mark.gpu
