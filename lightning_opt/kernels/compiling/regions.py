@@ -26,8 +26,6 @@ from lightning_opt.core.modules.patching import ReplacedForward, replaced
 from lightning_opt.core.modules.preserve import StepState
 
 EAGER = "eager"
-# Maximum number of stored shapes that have run.
-MAX_SHAPES = 1000
 # Python modules of compilers' exception classes.
 COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.")
 # Maximum number of characters of a reason.
@@ -202,8 +200,6 @@ class CompiledForward(ReplacedForward):
             if before is not None:
                 before.record_writes()
                 before.clear()
-                if len(self._known) >= MAX_SHAPES:
-                    self._known.clear()
                 self._known.add(key)
             if CLOCK.compilations != compilations:
                 self._count(mode, seconds, counters)

@@ -129,7 +129,7 @@ class Runtime(RunCallback):
                 if error.failed:
                     failed.append(f"{name}={value} ({error})")
             else:
-                row.update(before=str(change.before), note=change.note)
+                row.update(before=str(change.before))
                 self._undo.append((row, change.undo))
         if failed and not self._warned:
             self._warned = True
@@ -139,8 +139,7 @@ class Runtime(RunCallback):
         """Yield the name and the value of each setting, and the function that applies it."""
         device = trainer.strategy.root_device
         if (precision := self.matmul_precision) is not None:
-            change = partial(set_matmul_precision, precision, device)
-            yield "matmul_precision", precision, change
+            yield "matmul_precision", precision, partial(set_matmul_precision, precision)
         if self.deterministic:  # before cuDNN's benchmark, which depends on it
             yield "deterministic", True, set_deterministic
         if self.cudnn_benchmark is not None:
@@ -207,11 +206,10 @@ def _check_cpus(cpus: Any) -> list[int] | Literal["split"] | None:
 
 
 class Change(NamedTuple):
-    """A setting that was changed: its previous value, how to restore it, and a remark."""
+    """A setting that was changed: its previous value, and how to restore it."""
 
     before: Any
     undo: Callable[[], object]
-    note: str = ""
 
 
 class NotSetError(Exception):
@@ -227,16 +225,13 @@ class NotSetError(Exception):
         self.failed = failed
 
 
-def set_matmul_precision(precision: str, device: torch.device) -> Change:
+def set_matmul_precision(precision: str) -> Change:
     try:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
     except RuntimeError as error:  # torch's newer API was used, which excludes this one
         raise NotSetError(str(error).splitlines()[0], failed=True) from None
-    note = ""
-    if device.type == "cpu" and precision != "highest":
-        note = "on a CPU it permits oneDNN to use lower precision, which few CPUs support"
-    return Change(before, partial(torch.set_float32_matmul_precision, before), note)
+    return Change(before, partial(torch.set_float32_matmul_precision, before))
 
 
 def set_cudnn_benchmark(on: bool, device: torch.device) -> Change:
@@ -259,14 +254,8 @@ def set_deterministic() -> Change:
     workspace = os.environ.get(CUBLAS_ENV_VAR)
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
-    note = ""
     if workspace not in DETERMINISTIC_WORKSPACES:
         os.environ[CUBLAS_ENV_VAR] = DETERMINISTIC_WORKSPACES[0]
-        if workspace is not None:
-            note = f"{CUBLAS_ENV_VAR} was {workspace}"
-        elif torch.cuda.is_available() and torch.cuda.memory_allocated():
-            setting = f"{CUBLAS_ENV_VAR}={DETERMINISTIC_WORKSPACES[0]}"
-            note = f"too late if cuBLAS was used already: set {setting} before you start"
 
     def undo() -> None:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
@@ -276,7 +265,7 @@ def set_deterministic() -> Change:
         else:
             os.environ[CUBLAS_ENV_VAR] = workspace
 
-    return Change(before, undo, note)
+    return Change(before, undo)
 
 
 def set_expandable_segments(device: torch.device) -> Change:
@@ -295,10 +284,8 @@ def set_expandable_segments(device: torch.device) -> Change:
     except (RuntimeError, ValueError, AttributeError) as error:
         note = f"{error}; set {ALLOCATOR_ENV_VARS[1]}={requested} before you start"
         raise NotSetError(note, failed=True) from None
-    reserved = torch.cuda.memory_reserved(device)
-    note = f"too late for {reserved >> 20} MiB that are reserved already" if reserved else ""
     undo = partial(_configure_allocator, present or f"{EXPANDABLE_SEGMENTS}:False")
-    return Change(present, undo, note)
+    return Change(present, undo)
 
 
 def _allocator_settings() -> str:
