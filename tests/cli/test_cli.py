@@ -119,7 +119,7 @@ def test_help_has_examples_and_own_options_only(command, capsys):
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
         (
             ["doctor", "PROJECT:Small"],
-            "has no train_dataloader. Name its LightningDataModule: --data module:",
+            "has no train_dataloader. Name its LightningDataModule",
         ),
         (["bench", *TARGETS, "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
         (["fit", "--model"], "--model must be followed by"),

@@ -91,9 +91,7 @@ class StepClock:
 
 def rotated(items: Sequence[Item], turn: int) -> list[Item]:
     """Return ``items`` in the order of round number ``turn``: each round starts one item later."""
-    if not items:
-        return []
-    first = turn % len(items)
+    first = turn % len(items) if items else 0
     return [*items[first:], *items[:first]]
 
 

@@ -61,42 +61,34 @@ class Report:
         """Return the report as a markdown table."""
         lines = [f"**{self.title}**"]
         if self.rows:
-            cells = [[_cell(row.get(name)) for name in self.columns] for row in self.rows]
-            lines += ["", _row(self.columns), "|" + "---|" * len(self.columns), *map(_row, cells)]
+            rule = "|" + "---|" * len(self.columns)
+            lines += ["", _row(self.columns), rule, *map(_row, self._cells())]
         for note in self.notes:
             lines += ["", note]
         return "\n".join(lines)
 
     def to_html(self) -> str:
         """Return the report as an HTML table with its notes, without the title."""
-        numeric = {name: self._is_numeric(name) for name in self.columns}
-        lines = [[(name, name, "th") for name in self.columns]]
-        lines += [
-            [(name, _cell(row.get(name)), "td") for name in self.columns] for row in self.rows
-        ]
-        table = "".join(
-            "<tr>"
-            + "".join(
-                f"<{tag}{' class=number' * numeric[name]}>{escape(text)}</{tag}>"
-                for name, text, tag in line
-            )
-            + "</tr>"
-            for line in lines
-        )
+        kinds = [" class=number" * numeric for numeric in self._numeric()]
+        lines = [("th", self.columns), *(("td", cells) for cells in self._cells())]
+        table = ""
+        for tag, cells in lines if self.rows else ():
+            pairs = zip(cells, kinds, strict=True)
+            html = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in pairs)
+            table += f"<tr>{''.join(html)}</tr>"
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return (f"<table>{table}</table>" if self.rows else "") + notes
+        return (f"<table>{table}</table>" if table else "") + notes
 
     def to_text(self) -> str:
         """Return the report as aligned plain text, numbers to the right."""
         lines = [self.title]
         if self.rows:
-            cells = [[_cell(row.get(name)) for name in self.columns] for row in self.rows]
+            cells = self._cells()
             widths = [max(map(len, column)) for column in zip(self.columns, *cells, strict=True)]
-            right = [self._is_numeric(name) for name in self.columns]
             for line in (self.columns, ["-" * width for width in widths], *cells):
                 padded = (
                     cell.rjust(width) if to_right else cell.ljust(width)
-                    for cell, width, to_right in zip(line, widths, right, strict=True)
+                    for cell, width, to_right in zip(line, widths, self._numeric(), strict=True)
                 )
                 lines.append("  ".join(padded).rstrip())
         return "\n".join([*lines, *self.notes])
@@ -105,9 +97,13 @@ class Report:
         """Print the report as text."""
         print(self.to_text(), file=file)
 
-    def _is_numeric(self, name: str) -> bool:
-        values = [row.get(name) for row in self.rows]
-        return all(value is None or is_number(value) for value in values)
+    def _cells(self) -> list[list[str]]:
+        return [[_cell(row.get(name)) for name in self.columns] for row in self.rows]
+
+    def _numeric(self) -> list[bool]:
+        """Return for each column whether it holds only numbers."""
+        columns = [[row.get(name) for row in self.rows] for name in self.columns]
+        return [all(value is None or is_number(value) for value in own) for own in columns]
 
     def __str__(self) -> str:
         return self.to_text()
