@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from lightning_opt.data.pipeline.data_monitor import DataMonitor
 from lightning_opt.gradients.health.gradient_health import GradientHealth
 from lightning_opt.memory.leaks.leak_detector import LeakDetector
 from lightning_opt.memory.profiler.memory_profiler import MemoryProfiler
+from lightning_opt.presets.preset import Preset
 from lightning_opt.profiling.comparing.compare import compare
 from lightning_opt.profiling.doctor.doctor import Diagnosis, doctor
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
@@ -36,7 +38,7 @@ from lightning_opt.profiling.steps.step_profiler import StepProfiler
 from lightning_opt.trainer.lightning import package_of, seed_everything
 from lightning_opt.tuner.autotune import autotune
 from lightning_opt.worker.gate import RUN_DEFAULTS, take_callbacks
-from lightning_opt.worker.recipes import instantiate
+from lightning_opt.worker.recipes import Settings, instantiate
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -147,18 +149,26 @@ def run_bench(argv: Sequence[str]) -> int:
     return FAILED if result.runs["plain"].failure is not None else OK
 
 
-def _configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[str, Any]]:
+def _configurations(parser: LightningArgumentParser, job: Job) -> dict[str, Settings]:
     """Return the Trainer arguments to compare, by name: plain Lightning, presets, files."""
     options = job.options
-    configurations = {"plain": dict(job.trainer)}
+    configurations: dict[str, Settings] = {"plain": dict(job.trainer)}
     for name in names_of(options.preset or (None if options.against else "basic,advanced")):
-        configurations[name] = settings_of(job, name, options.without)
+        # Called in the run's process, where the preset leaves out parts that the run rules out.
+        configurations[name] = partial(
+            preset_arguments, preset_of(name, options.without), job.trainer
+        )
     for path in names_of(options.against):
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path}, which --against names.")
         config = parser.parse_path(path)
         configurations[path] = {**job.trainer, **given_arguments(config.trainer)}
     return configurations
+
+
+def preset_arguments(preset: Preset, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a preset's arguments of the Trainer, merged with the given ones."""
+    return preset.trainer_kwargs(**{"logger": False, **instantiate(trainer)})
 
 
 PROFILE = """\

@@ -2,12 +2,14 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import yaml
@@ -16,8 +18,9 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
 from lightning_opt.cli import main
+from lightning_opt.cli.measuring_commands import preset_arguments
 from tests.cli.small_project import Small, SmallData
-from tests.helpers.models import SmallNet
+from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.trainers import quiet_trainer
 
 PROJECT = Path(__file__).with_name("small_project.py")
@@ -387,6 +390,14 @@ def test_model_with_its_own_loaders_needs_no_data(capsys):
     path = f"{SmallNet.__module__}:SmallNet"
     assert main(["profile", path, "--model.lr=0.01", "--steps=2", *QUIET]) == 0
     assert "backward" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+def test_bench_leaves_out_parts_that_the_model_rules_out():
+    preset = pickle.loads(cloudpickle.dumps(lo.preset("ultra", DataPipelineTuner=None)))
+    trainer = {"accelerator": "cpu", "devices": 1, "precision": "32-true", "max_steps": 2}
+    with pytest.warns(UserWarning, match="leaves out MicroBatching: .* manual optimisation"):
+        quiet_trainer(**preset_arguments(preset, trainer)).fit(AdversarialNet())
 
 
 @pytest.mark.slow
