@@ -1,7 +1,5 @@
 """Compressors against float64 arithmetic, without processes."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -129,12 +127,6 @@ def test_quantization_rounds_to_the_nearest_level(flat, bits, block):
     assert_rounded(sent, flat.double(), block, 127 if bits == 8 else 7)
 
 
-def test_is_finite_of_values_too_large_to_square():
-    assert packing.is_finite(torch.full((10,), 1e30))
-    assert packing.is_finite(torch.full((10,), 6e4, dtype=torch.float16))
-    assert not packing.is_finite(torch.tensor([1.0, math.inf, -math.inf]))
-
-
 def test_float64_keeps_its_precision():
     residual = torch.randn(3000, dtype=torch.float64)
     before, codec = residual.clone(), TopK(0.1).codec(3000, CPU)
@@ -146,8 +138,8 @@ def test_float64_keeps_its_precision():
 # --- size ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numel", [1_000_000, 6_553_600])
-def test_message_sizes(numel):
+def test_message_sizes():
+    numel = 1_000_000
     element = TopK(0.01).codec(numel, CPU).nbytes / (0.01 * numel)
     assert element <= 2.45
     assert 4 * numel / TopK(0.01).codec(numel, CPU).nbytes >= 150
@@ -195,17 +187,12 @@ def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
 # --- arguments ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.1, math.nan, "1%", True])
-def test_invalid_ratio_raises(ratio):
-    with pytest.raises(ValueError, match="ratio"):
-        TopK(ratio)
-    with pytest.raises(ValueError, match="max_ratio"):
-        Threshold(max_ratio=ratio)
-
-
 @pytest.mark.parametrize(
     ("make", "word"),
     [
+        (lambda: TopK(0.0), "ratio"),
+        (lambda: TopK(1.1), "ratio"),
+        (lambda: Threshold(max_ratio=0.0), "max_ratio"),
         (lambda: Quantize(bits=3), "bits"),
         (lambda: Quantize(block=0), "block"),
         (lambda: Quantize(block=5), "block"),
@@ -216,8 +203,3 @@ def test_invalid_ratio_raises(ratio):
 def test_invalid_arguments_raise(make, word):
     with pytest.raises(ValueError, match=word):
         make()
-
-
-@pytest.mark.parametrize("compressor", [TopK(0.02), Threshold(0.1), Quantize(4)])
-def test_repr_of_a_compressor_creates_it(compressor):
-    assert eval(repr(compressor)).__dict__ == compressor.__dict__

@@ -78,30 +78,20 @@ def test_result_equals_the_optimizer_in_float64(kind):
 
 
 @each_kind
-def test_optimizer_is_restored(kind):
+def test_optimizer_is_restored_and_checkpoints_equal_those_of_a_plain_run(kind, tmp_path):
     cls, settings = KINDS[kind]
-    trainer, plain = (
-        fit(Net(cls, **settings), *callbacks) for callbacks in ([lo.FusedOptimizer()], [])
-    )
+    files = tmp_path / "fused.ckpt", tmp_path / "plain.ckpt"
+    trainer = fit(Net(cls, **settings), lo.FusedOptimizer(), SaveAt(files[0], 5))
+    plain = fit(Net(cls, **settings), SaveAt(files[1], 5))
     (found,), (expected,) = trainer.optimizers, plain.optimizers
     assert found.defaults == expected.defaults
     for name, value in vars(expected).items():
         if name.endswith("hooks"):
             assert len(getattr(found, name)) == len(value)
-    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
-
-
-@each_kind
-def test_checkpoints_equal_those_of_a_plain_run(kind, tmp_path):
-    cls, settings = KINDS[kind]
-    fused, plain = tmp_path / "fused.ckpt", tmp_path / "plain.ckpt"
-    fit(Net(cls, **settings), lo.FusedOptimizer(), SaveAt(fused, 5))
-    fit(Net(cls, **settings), SaveAt(plain, 5))
-    (found,), (expected,) = (
-        torch.load(file, weights_only=True)["optimizer_states"] for file in (fused, plain)
-    )
-    assert found["param_groups"] == expected["param_groups"]
-    torch.testing.assert_close(found["state"], expected["state"], rtol=1e-4, atol=1e-5)
+    saved = [torch.load(file, weights_only=True)["optimizer_states"][0] for file in files]
+    for one, other in (saved, (found.state_dict(), expected.state_dict())):
+        assert one["param_groups"] == other["param_groups"]
+        torch.testing.assert_close(one["state"], other["state"], rtol=1e-4, atol=1e-5)
 
 
 @each_kind

@@ -1,7 +1,6 @@
 """DiLoCo in real processes over gloo, against simulations and against DDP."""
 
 import os
-import time
 from typing import Any
 
 import pytest
@@ -415,41 +414,3 @@ def _lose_a_replica(how: str, settings: dict[str, Any]) -> None:
 def test_lost_replica_ends_the_others(how, code, settings):
     with pytest.raises(AssertionError, match=rf"(?s)rank 0 ended with 1.*rank 1 ended with {code}"):
         launch(_lose_a_replica, how, settings)
-
-
-class Faults(Callback):
-    """Plants NaN and slow steps at random."""
-
-    def __init__(self, seed: int, rank: int) -> None:
-        self.draw = torch.Generator().manual_seed(1000 * seed + rank)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        chance = float(torch.rand((), generator=self.draw))
-        if chance < 0.08:
-            next(module.parameters())[0] = torch.nan
-        elif chance < 0.16:
-            time.sleep(0.05)
-
-
-def _faults(folder: str, seed: int, part: int) -> None:
-    """Run one of three parts; each resumes from the checkpoint of the part before."""
-    rank = int(os.environ["RANK"])
-    model, states = Net(), SameState()
-    settings = {**STREAMING, "delay": seed % 4, "compression": ("int4", "int8")[seed % 2]}
-    path = f"{folder}/{{}}.ckpt"
-    fit(
-        model,
-        lo.DiLoCoStrategy(**settings),
-        callbacks=[Faults(seed, 10 * part + rank), states, SaveAt(path.format(part), 7 * part + 7)],
-        ckpt_path=path.format(part - 1) if part else None,
-        max_steps=7 * part + (7 if part < 2 else 8),
-    )
-    assert states.same["end"] == [True]
-    assert all(weight.isfinite().all() for weight in model.parameters())
-
-
-@pytest.mark.parametrize("seed", [2, 3])
-def test_random_faults_neither_hang_nor_separate_ranks(tmp_path, seed):
-    for part in range(3):
-        launch(_faults, str(tmp_path), seed, part, processes=2 + seed % 2)
