@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import IterableDataset
 
 import lightning_opt as lo
-from lightning_opt.kernels.attention.rotary_embedding import rotate
+from lightning_opt.kernels.attention.self_attention import rotate
 
 
 class RecomputedRotary(lo.RotaryEmbedding):
