@@ -54,7 +54,20 @@ def main():
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
+def no_cache():
+    caches = [one for one in vars(module).values() if hasattr(one, "cache_clear")]
+
+    def clear():
+        for one in caches:
+            one.cache_clear()
+
+    clear()
+    yield clear
+    clear()
+
+
+@pytest.fixture
+def script(no_cache, tmp_path, monkeypatch):
     """A benchmark in a copy of the sources."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "lightning_opt", ignore=ignored)
@@ -67,20 +80,7 @@ def script(tmp_path, monkeypatch):
     return file
 
 
-@pytest.fixture(autouse=True)
-def no_cache():
-    caches = [one for one in vars(module).values() if hasattr(one, "cache_clear")]
-
-    def clear():
-        for one in caches:
-            one.cache_clear()
-
-    yield clear
-    clear()
-
-
-def test_code_of_a_record_is_its_script_its_features_and_shared_code(script, no_cache):
-    no_cache()
+def test_code_of_a_record_is_its_script_its_features_and_shared_code(script):
     assert set(code_of(script)) == {
         "benchmarks/helping.py",
         "benchmarks/measuring.py",
