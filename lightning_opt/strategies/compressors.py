@@ -215,7 +215,7 @@ class ThresholdCodec(SparseCodec):
 
 class QuantizedCodec(Codec):
     def __init__(self, numel: int, bits: int, block: int, device: torch.device) -> None:
-        self._numel, self._bits, self._block = numel, bits, block
+        self._bits, self._block = bits, block
         self._levels, code = (127, torch.int8) if bits == 8 else (7, torch.uint8)
         blocks = -(-numel // block)  # the last block is sent whole
         # One float32 scale and one row of codes per block; of 4 bits, two codes share a byte.
@@ -230,7 +230,7 @@ class QuantizedCodec(Codec):
 
     def compress(self, flat: Tensor) -> None:
         block = self._block
-        write_count(self.message, self._numel)
+        write_count(self.message, len(flat))
         scales, codes = self._layout.sections(self.message)
         for piece, part in self._pieces(flat):
             rows = piece.float()

@@ -107,7 +107,7 @@ class Exchange(ABC):
         self.residual = residual
         self.non_finite = torch.zeros((), dtype=torch.bool, device=residual.committed.device)
         self._world = dist.get_world_size()
-        self._codecs: list[Codec] = []  # of this rank's messages
+        self._messages: list[Tensor] = []  # of this rank
 
     @abstractmethod
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
@@ -132,7 +132,7 @@ class Exchange(ABC):
 
     @property
     def selected(self) -> int:
-        return sum(read_count(codec.message) for codec in self._codecs)
+        return sum(map(read_count, self._messages))
 
 
 class GatherExchange(Exchange):
@@ -158,8 +158,8 @@ class GatherExchange(Exchange):
             codec.bound = bound
             gathered = codec.message.new_empty(self._world * codec.nbytes)
             self._pieces.append((part, codec, gathered))
-            self._codecs.append(codec)
-        self.sent_bytes = (self._world - 1) * sum(codec.nbytes for codec in self._codecs)
+            self._messages.append(codec.message)
+        self.sent_bytes = (self._world - 1) * sum(map(len, self._messages))
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
@@ -211,7 +211,7 @@ class Piece:
 
     Attributes:
         own_slice: The slice of this rank's shard.
-        codecs: The codecs of the messages to the ranks.
+        sent: The messages to the ranks, as rows.
         mean_residual: The residual of the mean of this rank's slice.
     """
 
@@ -221,24 +221,20 @@ class Piece:
         self.own_slice = slices[dist.get_rank(group)]
         self._slices = slices
         self._group = group
-        self.codecs = [compressor.codec(part.stop - part.start, like.device) for part in slices]
-        row = self.codecs[0].nbytes  # the last shards may need less
-        self._sent = self.codecs[0].message.new_zeros(len(slices), row)
-        for codec, message in zip(self.codecs, self._sent, strict=True):
-            codec.message = message
-        self._received = torch.empty_like(self._sent)
-        self._mean_codec = compressor.codec(self.own_slice.stop - self.own_slice.start, like.device)
-        self._mean_codec.message = self._sent.new_zeros(row)
-        self.mean_residual = Residual(like.new_zeros(self.own_slice.stop - self.own_slice.start))
-        self._gathered = torch.empty_like(self._sent)
-        self.sent_bytes = 2 * (len(slices) - 1) * row
+        self._codec = compressor.codec(slices[0].stop - slices[0].start, like.device)
+        self.sent = self._codec.message.repeat(len(slices), 1)
+        self._received = torch.empty_like(self.sent)
+        self._mean_message = torch.zeros_like(self.sent[0])
+        self.mean_residual = Residual(torch.zeros_like(like[self.own_slice]))
+        self._gathered = torch.empty_like(self.sent)
 
     def scatter(self, pending: Tensor, bad: Tensor) -> Any:
         """Encode this rank's messages, and launch the first stage."""
-        for codec, part in zip(self.codecs, self._slices, strict=True):
+        codec = self._codec
+        for codec.message, part in zip(self.sent, self._slices, strict=True):
             encode(codec, pending[part], bad)
         self._scattering = dist.all_to_all_single(
-            self._received, self._sent, group=self._group, async_op=True
+            self._received, self.sent, group=self._group, async_op=True
         )
         return self._scattering
 
@@ -252,17 +248,18 @@ class Piece:
         self._scattering.wait()
         non_finite.logical_or_(any_flag(self._received))
         mean = self.mean_residual.pending.copy_(self.mean_residual.committed)
-        add_messages(self._mean_codec, self._received, mean, 1.0 / len(self._slices))
-        self._mean_codec.compress(mean)
+        add_messages(self._codec, self._received, mean, 1.0 / len(self._slices))
+        self._codec.message = self._mean_message
+        self._codec.compress(mean)
         self._gathering = all_gather(
-            self._gathered.view(-1), self._mean_codec.message, group=self._group, async_op=True
+            self._gathered.view(-1), self._mean_message, group=self._group, async_op=True
         )
 
     def decode(self, gradient: Tensor, scale: Scalar, non_finite: Tensor) -> None:
         """Wait for the second stage, and overwrite the gradient with ``scale`` times the means."""
         self._gathering.wait()
-        for codec, part, row in zip(self.codecs, self._slices, self._gathered, strict=True):
-            codec.decompress_add(row, clear(gradient[part], non_finite), scale)
+        for part, message in zip(self._slices, self._gathered, strict=True):
+            self._codec.decompress_add(message, clear(gradient[part], non_finite), scale)
 
 
 class TwoStageExchange(Exchange):
@@ -302,8 +299,9 @@ class TwoStageExchange(Exchange):
                 for start in range(0, self._world * max(size, 1), max(size, 1))
             ]
             self._pieces.append(Piece(compressor, slices, group, residual.committed))
-            self._codecs += self._pieces[-1].codecs
-        self.sent_bytes = sum(piece.sent_bytes for piece in self._pieces)
+            self._messages += self._pieces[-1].sent
+        message_bytes = sum(len(piece.sent[0]) for piece in self._pieces)
+        self.sent_bytes = 2 * (self._world - 1) * message_bytes
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
