@@ -33,12 +33,11 @@ import lightning_opt as lo
 from benchmarks.harness import continued, parse_arguments, publish
 from benchmarks.kernels import kernels_models
 from benchmarks.kernels.kernels_models import Batches, Learner, Parts
-from lightning_opt.tuner.baseline import GRACE_SECONDS
-from lightning_opt.tuner.facts import Facts
-from lightning_opt.tuner.search import Search
+from lightning_opt.tuner.autotune import Tuning
+from lightning_opt.tuner.probe import Facts
+from lightning_opt.tuner.search import Objective, Search, Switches
 from lightning_opt.tuner.space import Space
-from lightning_opt.tuner.trial import Objective, Switches
-from lightning_opt.tuner.tuning import Tuning
+from lightning_opt.tuner.trials import GRACE_SECONDS
 from lightning_opt.worker.training_process import TrainingProcess
 
 GPU = True

@@ -1,9 +1,9 @@
-"""A callback that runs in a trial's process and writes observations into a file for the tuner."""
+"""A callback in a trial's process that records facts, gradients and distances for the tuner."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +15,37 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.measure.machine import available_cpus, why_no_bf16
-from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
 from lightning_opt.kernels.channels_last.channels_last import Convolutions
+from lightning_opt.profiling.steps import phase_clock as phases
+from lightning_opt.profiling.steps.phase_clock import PhaseClock
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
 from lightning_opt.trainer.lightning import BaseCallback, package_of, seed_everything
-from lightning_opt.tuner.facts import Facts, seconds_by_group
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+WAITING, FORWARD, BACKWARD = "waiting for data", "forward", "backward"
+OPTIMIZER, COMMUNICATION, CALLBACKS = "optimizer", "communication", "callbacks"
+REST = "Lightning and the rest"
+
+PHASE_GROUPS = {
+    WAITING: (phases.DATA,),
+    FORWARD: (phases.FORWARD, phases.LOSS, phases.FORWARD_AND_LOSS),
+    BACKWARD: (phases.BACKWARD,),
+    OPTIMIZER: (phases.CLIPPING, phases.OPTIMIZER, phases.ZEROING, phases.SCHEDULER),
+    COMMUNICATION: (phases.COMMUNICATION, phases.RANKS),
+    CALLBACKS: (phases.HOOKS, phases.LOGGING),
+}
+MEASUREMENT_PHASES = (f"{phases.CALLBACK}StepGate", f"{phases.CALLBACK}TrialWatch")
+"""Phases of the callbacks that the tuner adds. They are not counted."""
+
+DATA_BOUND_SHARE = 0.5
+"""Training is data-bound if it waits for data for more than this share of a step."""
 
 MAX_ELEMENTS = 4096
 """Approximate number of elements recorded per parameter. They are evenly spaced."""
@@ -38,6 +56,89 @@ COMPARED_UPDATES = 4
 MAX_PROFILED_STEPS, PROFILED_SECONDS = 64, 2.0
 """Profiling ends after 64 steps, or after 2 seconds and at least 8 steps. By then the queues of the
 loaders are empty or full."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts measured in the process of the baseline.
+
+    Attributes:
+        package: The package of the model's base class, ``"lightning"`` or ``"pytorch_lightning"``.
+        device: ``"cpu"``, ``"cuda"`` or another type of device.
+        why_no_bf16: The reason why bfloat16 is slow on the device; empty if it is fast.
+        threads: Number of threads that torch uses.
+        cpus: Number of CPUs that this process may use.
+        blocks: Number of repeated blocks in the model.
+        convolutions: Number of 2D and 3D convolutions.
+        fused: Whether all optimizers are fused already.
+        automatic_optimization: Whether the module uses automatic optimization.
+        samples: Number of samples in a batch.
+        uses_dataloader: Whether the data comes from one ``torch.utils.data.DataLoader``.
+        workers: Number of workers of the loader, or the largest number of several loaders.
+        eager_float32: Whether the model trains in float32 without compiled parts.
+        seconds_by_group: Seconds of a step by group of phases; empty if not measured.
+        steady: Whether the loaders' queues had filled or emptied before the profile was taken.
+    """
+
+    package: str = "lightning"
+    device: str = "cpu"
+    why_no_bf16: str = ""
+    threads: int = 1
+    cpus: int = 1
+    blocks: int = 0
+    convolutions: int = 0
+    fused: bool = False
+    automatic_optimization: bool = True
+    samples: int = 0
+    uses_dataloader: bool = True
+    workers: int = 0
+    eager_float32: bool = True
+    seconds_by_group: dict[str, float] = field(default_factory=dict)
+    steady: bool = True
+
+    def share(self, *groups: str) -> float | None:
+        total = sum(self.seconds_by_group.values())
+        return sum(self.seconds_by_group[group] for group in groups) / total if total else None
+
+    @property
+    def data_bound(self) -> bool:
+        return (self.share(WAITING) or 0.0) > DATA_BOUND_SHARE
+
+
+def seconds_by_group(
+    clock: PhaseClock, phase_seconds: Mapping[int, float], steps: int
+) -> dict[str, float]:
+    """Divide the seconds of a step into groups of phases.
+
+    On a GPU, the result is the device's time, plus the host's time while the device is idle.
+
+    Args:
+        clock: The profiler's clock. It has the phase names and the device's times.
+        phase_seconds: Seconds of each phase in ``steps`` steps.
+        steps: The number of steps.
+    """
+    host = dict.fromkeys((*PHASE_GROUPS, REST), 0.0)
+    for phase, seconds in phase_seconds.items():
+        if clock.phases.names[phase] not in MEASUREMENT_PHASES:
+            host[_group(clock, phase)] += seconds / max(1, steps)
+    device = {} if clock.device is None else clock.device.durations
+    if not device:
+        return host
+    step = sum(host.values())
+    by_group = dict.fromkeys(host, 0.0)
+    for phase, durations in device.items():
+        if phase >= 0:
+            by_group[_group(clock, phase)] += durations.quantile(0.5)
+    for group in (WAITING, CALLBACKS, REST):
+        idle = max(0.0, step - sum(by_group.values()))
+        by_group[group] += idle if group == REST else min(idle, host[group])
+    return by_group
+
+
+def _group(clock: PhaseClock, phase: int) -> str:
+    if clock.phases.names[phase].startswith(phases.CALLBACK):
+        return CALLBACKS
+    return next((name for name, members in PHASE_GROUPS.items() if phase in members), REST)
 
 
 @dataclass
@@ -84,7 +185,7 @@ class TrialWatch(BaseCallback):
         self._initial: dict[str, Tensor] = {}
         self._updates: dict[int, int] = {}
         self._batches = 0
-        self._started = self._cpu_seconds = 0.0
+        self._started = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._initial = {
@@ -104,7 +205,7 @@ class TrialWatch(BaseCallback):
             # Callbacks may have changed the loader since the start.
             loaders, _ = tree_flatten(trainer.train_dataloader)
             self._facts["workers"] = max(getattr(loader, "num_workers", 0) for loader in loaders)
-            self._started, self._cpu_seconds = time.perf_counter(), time.process_time()
+            self._started = time.perf_counter()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -154,14 +255,7 @@ class TrialWatch(BaseCallback):
                 clock.device.finish()  # waits for the device, once
         window, work = clock.end_window()
         by_group = seconds_by_group(clock, window, work.steps.count)
-        used, self._cpu_seconds = time.process_time() - self._cpu_seconds, time.process_time()
-        wall = sum(by_group.values()) * max(1, work.steps.count) * available_cpus()
-        self._facts |= {
-            "seconds_by_group": by_group,
-            "busy": used / wall if wall else 0.0,
-            "free_bytes": MemoryLimits(trainer.strategy.root_device).room(),
-            "steady": steady,
-        }
+        self._facts |= {"seconds_by_group": by_group, "steady": steady}
 
     def _write(self) -> None:
         content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}

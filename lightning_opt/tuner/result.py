@@ -1,27 +1,18 @@
-"""The result of a search: a table, an explanation, and settings as Python, YAML and JSON."""
+"""The result of a search: a table, an explanation, and settings as YAML and JSON."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_opt.core.output.report import Report
-from lightning_opt.tuner.facts import COMMUNICATION, OVERHEAD, WAITING
+from lightning_opt.tuner.search import OBJECTIVES, Switches, Trial
 from lightning_opt.tuner.space import MIB, Space
-from lightning_opt.tuner.trial import OBJECTIVES, Switches, Trial
 from lightning_opt.worker.recipes import as_mapping, instantiate
-
-REMEDIES = {
-    WAITING: "a faster disk, more CPUs for workers, or items that take less to load",
-    COMMUNICATION: "a faster network, or fewer exchanges",
-    OVERHEAD: "a larger batch, since these take as long for any batch",
-}
 
 
 @dataclass(repr=False, eq=False)
@@ -29,14 +20,13 @@ class TuneResult:
     """The result of :func:`~lightning_opt.autotune`: the best configuration, and all trials.
 
     Attributes:
-        objective: ``"throughput"``, ``"memory"`` or ``"batch"``.
+        objective: ``"throughput"`` or ``"memory"``.
         space: The search space, with the switches that were tried.
         trials: All trials, the baseline first.
         switches: The switches to turn on; empty if nothing should change.
         complete: Whether the search ended before its budget did.
         facts: The machine and versions.
         seconds: Duration of the search.
-        batches: The samples in the largest batch, without switches and with the best ones.
     """
 
     objective: str
@@ -46,7 +36,6 @@ class TuneResult:
     complete: bool = True
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    batches: Mapping[Switches, int] = field(default_factory=dict)
 
     @property
     def best(self) -> Trial:
@@ -130,30 +119,9 @@ class TuneResult:
         if space.left_out:
             reasons = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
             lines.append(f"Not tried: {reasons}.")
-        lines.append(self._how_to_gain_more())
         if not self.complete:
             lines.append("The budget ended before the search. A larger budget may find more.")
-        return "\n".join(filter(None, lines))
-
-    def _how_to_gain_more(self) -> str:
-        best, facts = self.best, self.space.facts
-        if self.batches:
-            sizes = [
-                f"{size} with {' + '.join(names) or 'no changes'}"
-                for names, size in self.batches.items()
-            ]
-            return f"Largest batch that fits: {', '.join(sizes)}."
-        if self.objective == "memory" and best.switches and best.peak_ratio:
-            larger = 1 / best.peak_ratio
-            return f"By the ratio of the peaks, a model about {larger:.2g} times as large fits."
-        if self.objective == "throughput" and facts.seconds_by_group:
-            part, share = facts.bottleneck
-            remedy = "a faster device, or more of them"
-            if facts.device != "cuda" or facts.why_no_bf16:
-                remedy = "a GPU with bf16"
-            remedy = REMEDIES.get(part, remedy)
-            return f"To gain more, you need {remedy}: {part} takes {share:.0%} of a step."
-        return ""
+        return "\n".join(lines)
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
         """Return the arguments for ``Trainer(**...)``, including the base's, with new callbacks.
@@ -185,29 +153,11 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written as text.
         """
-        return to_yaml(self.settings, self._headline())
+        import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
-    def to_python(self) -> str:
-        """Return Python that makes the Trainer.
-
-        Raises:
-            ValueError: If the settings cannot be written as text.
-        """
-        return to_python(self.settings, self._headline(), self.space.facts.package)
-
-    def diff(self) -> str:
-        """Return the changed Trainer arguments as diffs of Python and YAML; empty if none.
-
-        Raises:
-            ValueError: If the settings cannot be written as text.
-        """
-        before = as_mapping(self.space.settings(()))
-        python = partial(to_python, package=self.space.facts.package)
-        text = ""
-        for form, name in ((python, "trainer.py"), (to_yaml, "trainer.yaml")):
-            old, new = (form(kwargs).splitlines(True) for kwargs in (before, self.settings))
-            text += "".join(difflib.unified_diff(old, new, f"yours/{name}", f"tuned/{name}", n=99))
-        return text
+        content = {"trainer": json.loads(json.dumps(self.settings))}  # tuples as lists
+        text = yaml.safe_dump(content, sort_keys=False, default_flow_style=False)
+        return f"# {self.explain().splitlines()[0]}\n{text}"
 
     def to_json(self) -> str:
         """Return the result as JSON: switches, settings, trials and facts."""
@@ -228,7 +178,7 @@ class TuneResult:
         """Write all forms into a folder, and return the files.
 
         ``result.json``, ``report.md`` and, if the settings can be written as text,
-        ``trainer.yaml``, ``trainer.py`` and ``trainer.diff``.
+        ``trainer.yaml``.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,17 +187,10 @@ class TuneResult:
             "report.md": lambda: f"{self.table.to_markdown()}\n\n{self.explain()}\n",
         }
         if self.space.is_serializable(self.switches):
-            forms |= {
-                "trainer.yaml": self.to_yaml,
-                "trainer.py": self.to_python,
-                "trainer.diff": self.diff,
-            }
+            forms["trainer.yaml"] = self.to_yaml
         for name, form in forms.items():
             (folder / name).write_text(form(), encoding="utf-8")
         return [folder / name for name in forms]
-
-    def _headline(self) -> str:
-        return f"# {self.explain().splitlines()[0]}\n"
 
     def __repr__(self) -> str:
         return f"TuneResult({' + '.join(self.switches) or 'change nothing'})"
@@ -270,47 +213,3 @@ def _headline(objective: str, best: Trial, tried: bool) -> str:
         f"Use {best.name}: a step takes {ratio:.2f} times as long (between {low:.2f} and "
         f"{high:.2f}), with {best.peak_ratio or math.nan:.2f} times the peak memory."
     )
-
-
-# --- Trainer arguments as text ------------------------------------------------------------------
-
-
-def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
-    import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
-
-    content = {"trainer": json.loads(json.dumps(settings))}  # tuples as lists
-    return head + str(yaml.safe_dump(content, sort_keys=False, default_flow_style=False))
-
-
-def to_python(settings: Mapping[str, Any], head: str = "", package: str = "lightning") -> str:
-    imports = {f"import {package} as L"}
-    arguments = "".join(
-        f"    {name}={_source(value, imports, 1)},\n" for name, value in settings.items()
-    )
-    call = f"trainer = L.Trainer(\n{arguments})\n" if arguments else "trainer = L.Trainer()\n"
-    lines = "\n".join(sorted(imports))
-    return f"{head}{lines}\n\n{call}"
-
-
-def _source(value: Any, imports: set[str], depth: int) -> str:
-    if isinstance(value, Mapping) and "class_path" in value:
-        path = str(value["class_path"])
-        module, _, name = path.rpartition(".")
-        if module == "lightning_opt":
-            imports.add("import lightning_opt as lo")
-            path = f"lo.{name}"
-        elif module:
-            imports.add(f"import {module}")
-        arguments = value.get("init_args") or {}
-        inside = (f"{key}={_source(item, imports, depth)}" for key, item in arguments.items())
-        return f"{path}({', '.join(inside)})"
-    if isinstance(value, (list, tuple)):
-        if not value:
-            return "[]"
-        space = "    " * (depth + 1)
-        items = "".join(f"{space}{_source(item, imports, depth + 1)},\n" for item in value)
-        return f"[\n{items}{'    ' * depth}]"
-    if isinstance(value, Mapping):
-        inside = (f"{key!r}: {_source(item, imports, depth)}" for key, item in value.items())
-        return "{" + ", ".join(inside) + "}"
-    return repr(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,10 @@ import torch
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from lightning_opt.trainer.lightning import Precision
-from lightning_opt.tuner.facts import (
+from lightning_opt.tuner.probe import (
     BACKWARD,
-    CALLBACKS,
     FORWARD,
     OPTIMIZER,
-    REST,
     WAITING,
     Facts,
 )
@@ -75,12 +74,12 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 def built_in_switches(facts: Facts) -> list[Switch]:
     """Return all built-in switches, including unsuitable ones."""
     # Each variable holds the reason why a switch is unsuitable, or "" if it is suitable.
-    no_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
+    not_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
     no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
     no_convolutions = "" if facts.convolutions else "the model has no convolutions in 2D or 3D"
     no_loader = "" if facts.uses_dataloader else "the data does not come from one DataLoader"
-    fused_already = "the optimizers are fused already" if facts.fused else ""
+    is_fused = "the optimizers are fused already" if facts.fused else ""
     one_thread = "" if facts.threads > 1 else "torch uses one thread already"
     all_threads = "" if facts.threads < facts.cpus else "torch uses all CPUs already"
     bf16_is_fast = "" if facts.why_no_bf16 else "bfloat16 needs no loss scale"
@@ -91,12 +90,12 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     only_threads = dict.fromkeys(("matmul_precision", "cudnn_benchmark", "allocator"))
     return [
         Switch("fused", "optimizer", added("FusedOptimizer"),
-               "one kernel for all updates", "", fused_already),
-        # "always": the trial decides. By default ChannelsLast itself measures three steps.
+               "one kernel for all updates", "", is_fused),
+        # "always": the trial decides, not the kind of layers.
         Switch("channels_last", "layout", added("ChannelsLast", policy="always"),
                "convolutions in channels_last", "throughput", no_convolutions),
         Switch("tf32", "runtime", added("Runtime"),
-               "products in TF32; results change by rounding", "throughput", no_cuda),
+               "products in TF32; results change by rounding", "throughput", not_cuda),
         Switch("one_thread", "runtime", added("Runtime", threads=1, **only_threads),
                "torch uses one CPU", "throughput", no_cpu or one_thread),
         Switch("all_threads", "runtime", added("Runtime", threads=facts.cpus, **only_threads),
@@ -107,7 +106,7 @@ def built_in_switches(facts: Facts) -> list[Switch]:
         Switch("fp16", "precision",
                {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
                "autocast to float16 with a loss scale; results change by rounding", "",
-               no_cuda or bf16_is_fast),
+               not_cuda or bf16_is_fast),
         Switch("data_pipeline", "data", added("DataPipelineTuner", verbose=False),
                "workers, prefetching and pinning of the loader", "throughput", no_loader),
         Switch("compile_regions", "compile", added("CompileModel", scope="regions"),
@@ -135,7 +134,7 @@ class Space:
     """The search space: the switches to try, and which of them can be combined.
 
     Args:
-        objective: ``"throughput"``, ``"memory"`` or ``"batch"``.
+        objective: ``"throughput"`` or ``"memory"``.
         facts: Facts about the model and the machine.
         candidates: See :func:`~lightning_opt.autotune`.
         base: Trainer arguments of all trials.
@@ -189,41 +188,38 @@ class Space:
         return not any(pair <= wanted for pair in self._incompatible)
 
     def describe(self, seconds: float, peak: int) -> str:
-        """Describe a step of the baseline and its bottleneck, and list the switches to try."""
+        """Describe a step of the baseline, and list the switches to try."""
         facts, switches = self.facts, f"Switches to try: {', '.join(self.switches) or 'none'}."
         if not facts.seconds_by_group:
             return switches
         shares = ", ".join(
             f"{group} {facts.share(group) or 0:.0%}" for group in facts.seconds_by_group
         )
-        used = f"{facts.busy:.0%} of {facts.cpus} CPU{'s' * (facts.cpus > 1)}"
-        if facts.device != "cpu":
-            idle = facts.share(WAITING, CALLBACKS, REST) or 0.0
-            used = f"the device ({facts.device}) {1 - idle:.0%} of the time"
         return "\n".join(
             [
                 f"A step takes {1e3 * seconds:.3g} ms: {shares}.",
-                "The bottleneck is {} ({:.0%}).".format(*facts.bottleneck),
-                f"It uses {used}.",
-                f"Peak memory: {peak / MIB:,.0f} MiB; free: {facts.free_bytes / MIB:,.0f} MiB.",
+                f"Peak memory: {peak / MIB:,.0f} MiB.",
                 switches,
             ]
         )
 
-    def settings(self, names: Iterable[str], *more: Settings) -> Settings:
-        """Join the Trainer arguments of the base, of these switches, and ``more``.
+    def settings(self, names: Iterable[str], *others: Settings) -> Settings:
+        """Join the Trainer arguments of the base, of these switches, and ``others``.
 
         Returns a mapping if all parts are mappings, else a function that returns one.
         """
-        parts = [self.base, *(self.switches[name].settings for name in names), *more]
+        parts = [self.base, *(self.switches[name].settings for name in names), *others]
         if all(isinstance(part, Mapping) for part in parts):
             return join(parts)
         return functools.partial(join, parts)
 
     def is_serializable(self, names: Iterable[str]) -> bool:
         """Return whether the settings with these switches can be written as text."""
-        settings = self.settings(names)
-        return isinstance(settings, Mapping) and is_serializable(settings)
+        try:
+            json.dumps(self.settings(names))
+        except TypeError:  # objects or functions
+            return False
+        return True
 
 
 def check_candidates(candidates: Candidates | None) -> None:
@@ -234,14 +230,7 @@ def _choose(
     known: Mapping[str, Switch], candidates: Candidates | None, objective: str
 ) -> list[Switch]:
     """Select the switches by objective and by the user's candidates. Include unsuitable ones."""
-    objectives = ("", "memory" if objective == "batch" else objective)
-    # If batches are split, every batch size fits, so there is no largest one.
-    excluded_kind = "batch" if objective == "batch" else None
-    chosen = {
-        name: switch
-        for name, switch in known.items()
-        if switch.objective in objectives and switch.kind != excluded_kind
-    }
+    chosen = {name: switch for name, switch in known.items() if switch.objective in ("", objective)}
     if isinstance(candidates, str):
         raise ValueError(f"candidates must be a list or a mapping, got the string {candidates!r}.")
     if candidates is not None and not isinstance(candidates, Mapping):
@@ -318,13 +307,13 @@ def in_float32(settings: Settings) -> dict[str, Any]:
     kinds: dict[str, Any] = {"plugins": Precision, "callbacks": CompileModel}
     for name, kind in kinds.items():
         given = as_list(arguments.get(name))
-        arguments[name] = [item for item in given if not issubclass(_class_of(item), kind)]
+        arguments[name] = [item for item in given if not issubclass(_type_of(item), kind)]
     return arguments | {"precision": "32-true"}
 
 
-def _class_of(item: Any) -> type:
-    is_written = isinstance(item, Mapping) and "class_path" in item
-    return class_named(item["class_path"]) if is_written else type(item)
+def _type_of(item: Any) -> type:
+    has_class_path = isinstance(item, Mapping) and "class_path" in item
+    return class_named(item["class_path"]) if has_class_path else type(item)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -343,11 +332,3 @@ def class_names(settings: Mapping[str, Any]) -> set[str]:
         for item in items
         if not isinstance(item, str)
     }
-
-
-def is_serializable(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_serializable(item) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(is_serializable, value))
-    return value is None or isinstance(value, (bool, int, float, str))

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 import lightning_opt as lo
-from lightning_opt.tuner.autotune import parse_budget
-from lightning_opt.tuner.tuning import start_timeout
+from lightning_opt.tuner.autotune import parse_budget, start_timeout
 from tests.tuner.subjects import Sleeper, added
 
 MODEL, DATA = "tests.tuner.subjects:Sleeper", "tests.tuner.subjects:batches"
@@ -76,20 +75,6 @@ def test_timeout_follows_from_the_baseline_s_start(budget: float) -> None:
     assert start_timeout(budget, 60.0, None) >= 240.0
     assert 30.0 <= start_timeout(budget, 1.0, None) <= 300.0
     assert start_timeout(budget, 60.0, 7.0) == 7.0
-
-
-@pytest.mark.slow
-def test_largest_batch_is_found_and_user_limits_do_not_end_a_trial() -> None:
-    """The largest batch is the whole data set; `max_epochs` of the base does not end a trial."""
-    result = lo.autotune(
-        MODEL, DATA, objective="batch", budget="1m", base={**BASE, "max_epochs": 1},
-        candidates=[{"less sleep": added("Faster")}], progress=False,
-    )  # fmt: skip
-    assert result.batches[()] == 1024
-    assert "Largest batch that fits: 1024 with no changes" in result.explain()
-    assert result.settings["max_epochs"] == 1
-    steps = 1024 // 32
-    assert len(result.trials[0].losses) > steps
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_opt.tuner.search import Search, TimeIsUp
-from lightning_opt.tuner.trial import Outcome
+from lightning_opt.tuner.search import Outcome, Search, TimeIsUp
 
 Names = tuple[str, ...]
 

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_opt.tuner.baseline import Baseline, BaselineFailed, Run
-from lightning_opt.tuner.facts import Facts
-from lightning_opt.tuner.search import TimeIsUp
-from lightning_opt.tuner.trial import Objective, Switches, Trial
-from lightning_opt.tuner.trials import Trials
+from lightning_opt.tuner.probe import Facts
+from lightning_opt.tuner.search import Objective, Switches, TimeIsUp, Trial
+from lightning_opt.tuner.trials import Baseline, BaselineFailed, Run, Trials
 from lightning_opt.worker.training_process import FitFailed, Step
 
 
