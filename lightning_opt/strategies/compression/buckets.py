@@ -49,13 +49,12 @@ class Bucket(Residual):
         self.skipped = self._not_skipped = torch.zeros(
             (), dtype=torch.bool, device=committed.device
         )
-        # Parameters to which the step is not applied; a tensor if the condition is on a device.
-        self._skipped_parts: dict[str, Tensor | None] = {}
+        self._skipped_names: set[str] = set()  # parameters to which the step is not applied
         self._sent_all = False
 
     def add(self, gradient: Tensor, scale: Tensor) -> None:
         """Start a step: add a gradient that has the loss scale ``scale``."""
-        self._skipped_parts.clear()
+        self._skipped_names.clear()
         self._sent_all, self.skipped = False, self._not_skipped
         torch.addcdiv(self.committed, gradient, scale, out=self.pending)
 
@@ -63,7 +62,7 @@ class Bucket(Residual):
         """Exclude the residual of a parameter from the step, because no rank uses it."""
         part = self.parts[name]
         self.pending[part].sub_(self.committed[part])
-        self._skipped_parts[name] = None
+        self._skipped_names.add(name)
 
     def send_all(self, gradient: Tensor, scale: Tensor) -> None:
         """Move the whole residual into a gradient that is sent uncompressed."""
@@ -86,30 +85,26 @@ class Bucket(Residual):
                 # check whether any residual is left.
                 if not condition:
                     return
-                condition = None
             elif len(names) == len(self.parts):  # the optimizer has the whole bucket
                 self.skipped = self.skipped | condition
                 return
-        for name in names:
-            earlier = self._skipped_parts.get(name, condition)
-            either = None if condition is None or earlier is None else earlier | condition
-            self._skipped_parts[name] = either
+            else:
+                for part in map(self.parts.__getitem__, names):
+                    pending, committed = self.pending[part], self.committed[part]
+                    pending.copy_(torch.where(condition, committed, pending))
+                return
+        self._skipped_names.update(names)
 
     @property
     def is_skipped(self) -> bool:
         """Whether the step was applied to no parameter; False if the result is on a device."""
-        known = [condition is None for condition in self._skipped_parts.values()]
-        return sum(known) == len(self.parts)
+        return len(self._skipped_names) == len(self.parts)
 
     def commit_step(self) -> None:
         """Commit the latest step for all parameters to which it was applied."""
-        for name, condition in self._skipped_parts.items():
-            part = self.parts[name]
-            pending, committed = self.pending[part], self.committed[part]
-            pending.copy_(
-                committed if condition is None else torch.where(condition, committed, pending)
-            )
-        self.may_be_nonzero = not self._sent_all or bool(self._skipped_parts)
+        for part in map(self.parts.__getitem__, self._skipped_names):
+            self.pending[part].copy_(self.committed[part])
+        self.may_be_nonzero = not self._sent_all or bool(self._skipped_names)
         if self.exchange is None:
             self.commit(self.skipped)
         else:

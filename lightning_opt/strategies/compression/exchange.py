@@ -109,7 +109,6 @@ class Exchange(ABC):
         self._world = dist.get_world_size()
         self._messages: list[Tensor] = []  # of this rank
 
-    @abstractmethod
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step. On a device, nothing is read to the host.
 
@@ -122,6 +121,14 @@ class Exchange(ABC):
         Returns:
             A future of ``gradient``.
         """
+        # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
+        bad = is_finite(self.residual.pending).logical_not()
+        self.non_finite.zero_()
+        return self._launch(gradient, scale, bad)
+
+    @abstractmethod
+    def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
+        """Encode and send; ``bad`` is whether this rank's gradient is not finite."""
 
     def commit(self, skipped: Tensor) -> None:
         """Commit the residual unless the step was ``skipped``, which includes ``non_finite``."""
@@ -161,10 +168,7 @@ class GatherExchange(Exchange):
             self._messages.append(codec.message)
         self.sent_bytes = (self._world - 1) * sum(map(len, self._messages))
 
-    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
-        bad = is_finite(self.residual.pending).logical_not()
-        self.non_finite.zero_()
+    def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
         futures: list[Future[Tensor]] = []
         for part, codec, gathered in self._pieces:
             encode(codec, self.residual.pending[part], bad)
@@ -303,10 +307,7 @@ class TwoStageExchange(Exchange):
         message_bytes = sum(len(piece.sent[0]) for piece in self._pieces)
         self.sent_bytes = 2 * (self._world - 1) * message_bytes
 
-    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
-        bad = is_finite(self.residual.pending).logical_not()
-        self.non_finite.zero_()
+    def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
         if not reads_are_free(gradient.device):
             return self._enqueue(gradient, scale, bad)
         future: Future[Tensor] = Future()
