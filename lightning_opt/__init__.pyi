@@ -58,8 +58,8 @@ from .presets.registry import preset as preset
 from .presets.registry import register_preset as register_preset
 from .profiling.comparing.benchmark import BenchmarkResult as BenchmarkResult
 from .profiling.comparing.benchmark import benchmark as benchmark
+from .profiling.comparing.compare import Comparison as Comparison
 from .profiling.comparing.compare import compare as compare
-from .profiling.comparing.result import Comparison as Comparison
 from .profiling.doctor.doctor import Diagnosis as Diagnosis
 from .profiling.doctor.doctor import doctor as doctor
 from .profiling.flops import count_flops as count_flops

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_opt.core.numerics.ratios import compare_pairs
-from lightning_opt.profiling.comparing.result import OFFSET
+from lightning_opt.profiling.comparing.compare import OFFSET
 
 Switches = tuple[str, ...]
 """A configuration: the names of the switches that are on, in the order of the search space."""

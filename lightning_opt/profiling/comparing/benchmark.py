@@ -15,7 +15,7 @@ from lightning_opt.core.arguments import check_at_least, check_between, check_po
 from lightning_opt.core.measure.timing import time_calls, time_in_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.output.report import Report
-from lightning_opt.profiling.comparing.result import Measured, ratio_columns, verdict_note
+from lightning_opt.profiling.comparing.compare import Measured, ratio_columns, verdict_note
 
 OFFSET = 0.005
 """Assumed standard deviation of the constant difference between two equal functions in a process.

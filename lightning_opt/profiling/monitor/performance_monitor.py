@@ -15,9 +15,15 @@ from lightning_opt.core.modules.batches import check_tokens, samples_in, tokens_
 from lightning_opt.core.output.loggers import LossHistory, log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.profiling.durations import Work
-from lightning_opt.profiling.monitor.report import Record, build_report, describe, judge
 from lightning_opt.profiling.monitor.sampling import Sampler, find_gpu
-from lightning_opt.profiling.monitor.slowdown import Slowdown, Throughput
+from lightning_opt.profiling.monitor.slowdown import (
+    Record,
+    Slowdown,
+    Throughput,
+    build_report,
+    describe,
+    judge,
+)
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

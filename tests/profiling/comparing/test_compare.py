@@ -9,8 +9,7 @@ import pytest
 from lightning.pytorch import Callback
 
 import lightning_opt as lo
-from lightning_opt.profiling.comparing.compare import _turns
-from lightning_opt.profiling.comparing.result import Comparison, Run, Training
+from lightning_opt.profiling.comparing.compare import Comparison, Run, Training, _turns
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.training_process import TrainingProcess
 from tests.profiling.fitting import CPU, Net, Waits, mishap, rows

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from lightning_opt.core.measure import machine
 from lightning_opt.core.output.report import TOPICS, Verdict
-from lightning_opt.profiling.doctor import checks
+from lightning_opt.profiling.doctor import doctor as checks
 from lightning_opt.profiling.doctor.doctor import HINTS
 from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.models import SmallNet, loader_of

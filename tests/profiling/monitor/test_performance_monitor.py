@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.measure import timing
-from lightning_opt.profiling.monitor.report import Record, judge
+from lightning_opt.profiling.monitor.slowdown import Record, judge
 from tests.helpers.models import SmallNet, assert_same_state, batches_of, loader_of
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
