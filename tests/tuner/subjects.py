@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-DELAY = 0.03
+DELAY = 0.012
 
 
 class Sleeper(LightningModule):
@@ -39,7 +39,7 @@ class SlowStart(Sleeper):
 
     def __init__(self) -> None:
         super().__init__()
-        time.sleep(6)
+        time.sleep(3)
 
 
 def batches() -> DataLoader[Any]:

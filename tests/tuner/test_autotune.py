@@ -24,7 +24,10 @@ CANDIDATES: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
+def test_wrong_learning_is_rejected_and_failures_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_opt.tuner.autotune.BLOCK_SECONDS", (0.1, 0.1))
     candidates = [{name: settings} for name, settings in CANDIDATES.items()]
     result = lo.autotune(  # the budget must not end the search on a busy machine
         MODEL, DATA, budget="25m", base=BASE, candidates=candidates, progress=False
