@@ -21,7 +21,12 @@ from lightning_opt.core.modules.compiling import has_compiled_parts, run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.state_kinds import advanced, snapshot
-from lightning_opt.core.modules.trial import WrittenParameters, loss_of, without_side_effects
+from lightning_opt.core.modules.trial import (
+    WrittenParameters,
+    all_parameters,
+    loss_of,
+    without_side_effects,
+)
 from lightning_opt.core.numerics.norms import as_real
 
 if TYPE_CHECKING:
@@ -119,7 +124,7 @@ class Comparison:
                 logged_in_parts.append(own)
             self.state = advanced(once, twice, snapshot(self._module, Metric))
         written = () if has_compiled_parts(self._module) else set(self._written.parameters or ())
-        self.parameters = [n for n, own in self._module.named_parameters() if own in written]
+        self.parameters = [n for n, own in all_parameters(self._module).items() if own in written]
         difference = float(whole.norm())
         if not math.isfinite(difference):
             self.problem = (

@@ -245,6 +245,25 @@ class DataTeacher(Teacher):
     through_data = True
 
 
+class AssignedTeacher(Teacher):
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mean, own in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+            mean.data = mean.data * 0.9 + own.data * 0.1
+
+
+class HiddenTeacher(Teacher):
+    """Keeps its teacher in a list, so that checkpoints do not include it."""
+
+    def build(self) -> None:
+        super().build()
+        self.hidden = [self._modules.pop("teacher")]
+
+    @property
+    def teacher(self) -> nn.Module:
+        return self.hidden[0]
+
+
 class MomentumContrast(Teacher):
     """Like MoCo: queries against a queue of the keys of earlier samples."""
 
@@ -507,6 +526,8 @@ SHAPES = {
     "hard-example mining": Shape(HardExamples),
     "teacher": Shape(Teacher),
     "teacher through .data": Shape(DataTeacher),
+    "teacher assigned to .data": Shape(AssignedTeacher),
+    "teacher in a list": Shape(HiddenTeacher),
     "MoCo": Shape(MomentumContrast),
     "annealing counter": Shape(Annealing),
     "reinforcement learning": Shape(Playing),

@@ -114,7 +114,7 @@ def snapshot(module: nn.Module, excluded: type[nn.Module]) -> Snapshot:
 
 def _state_of(owner: nn.Module) -> Iterator[tuple[str, Any, str]]:
     for name, value in owner._buffers.items():
-        yield name, value, kind_of(type(value))
+        yield name, value, kind_of(type(value))  # type: ignore[arg-type]
     if has_user_state(type(owner)):
         yield from state_attributes(vars(owner))
 

@@ -21,6 +21,12 @@ from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import is_dtensor
+from lightning_opt.core.modules.state_kinds import (
+    INTERNALS,
+    MAX_SEARCHED_ENTRIES,
+    has_user_state,
+    kind_of,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -147,15 +153,16 @@ class WrittenParameters:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        compiled = has_compiled_parts(module)
-        self.parameters = list(module.parameters()) if compiled else None
+        self._watched = list(all_parameters(module).values())
+        self.parameters = list(self._watched) if has_compiled_parts(module) else None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the parameters at the end of the context."""
-        watch, step = _WriteWatch(self._module), self._module.training_step
+        watch, step = _WriteWatch(self._watched), self._module.training_step
         watch.copies = {p: p.detach().clone() for p in self.parameters or ()}
         versions = {p: p._version for p in watch.copies}
+        memory = [(p, p.data, _addresses(p)) for p in self._watched]
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -163,23 +170,62 @@ class WrittenParameters:
                 return step(*args, **kwargs)
 
         watching = {"training_step": watched} if self.parameters is None else {}
+        assigned: dict[nn.Parameter, None] = {}
         try:
             with replaced(self._module, **watching):
                 yield
-            self.parameters = list(watch.copies)
         finally:
+            for parameter, data, addresses in memory:
+                if _addresses(parameter) != addresses:  # `parameter.data = ...`
+                    parameter.data = data
+                    assigned[parameter] = None
             with torch.no_grad():
                 for parameter, copy_ in watch.copies.items():
                     if parameter._version != versions.get(parameter):
                         parameter.data.copy_(copy_)  # `.data` hides the write from autograd
+        self.parameters = list({**watch.copies, **assigned})
+
+
+def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's parameters by name, also those of modules that it hides from torch.
+
+    A teacher is often kept in a list or in an object that is no module, so that it is not saved.
+    """
+    named = dict(module.named_parameters())
+    known = set(named.values())
+    for path, owner in module.named_modules():
+        attributes = vars(owner) if has_user_state(type(owner)) else {}
+        for name, value in attributes.items():
+            for hidden in () if name in INTERNALS else _hidden_modules(value):
+                for inner, parameter in hidden.named_parameters():
+                    if parameter not in known:
+                        known.add(parameter)
+                        named[f"{path}.{name}.{inner}".lstrip(".")] = parameter
+    return named
+
+
+def _hidden_modules(value: Any, depth: int = 2) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth and (kind := kind_of(type(value))) in ("container", "tuple", "object"):  # type: ignore[arg-type]
+        entries = value
+        if kind == "object" or isinstance(value, dict):
+            entries = (value if kind != "object" else getattr(value, "__dict__", {})).values()
+        if len(entries) <= MAX_SEARCHED_ENTRIES:
+            for entry in list(entries):
+                yield from _hidden_modules(entry, depth - 1)
+
+
+def _addresses(parameter: Tensor) -> list[int]:
+    return [storage.data_ptr() for storage in storages_of(parameter)]
 
 
 class _WriteWatch(TorchDispatchMode):
-    """Copies each parameter of a module right before an operator first writes to it."""
+    """Copies each parameter right before an operator first writes to it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._by_memory = {s.data_ptr(): p for p in module.parameters() for s in storages_of(p)}
+        self._by_memory = {address: p for p in parameters for address in _addresses(p)}
         self.copies: dict[nn.Parameter, Tensor] = {}
 
     def __torch_dispatch__(
