@@ -163,8 +163,7 @@ def _shorten(text: str) -> str:
     )
     message = f"{match[1]}: {match[2]}" if match else text
     message = " ".join(message.replace("Parser key ", "").split())
-    required = re.fullmatch(r"(.+): the following arguments are required: (.+)", message)
-    return f"{required[1]} must be given {required[2]}." if required else f"{message.rstrip('.')}."
+    return f"{message.rstrip('.')}."
 
 
 def given_arguments(trainer: Namespace) -> dict[str, Any]:

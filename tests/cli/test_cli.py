@@ -146,15 +146,6 @@ def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     assert "ZeroDivisionError" in said
 
 
-def test_missing_constructor_argument_is_named(capsys, tmp_path):
-    data = "import lightning as L\n\n\nclass Needs(L.LightningDataModule):\n"
-    data += "    def __init__(self, root: str):\n        super().__init__()\n"
-    (tmp_path / "user_needs.py").write_text(data)
-    code, said = fails(["tune", f"{PROJECT}:Small", "--data", "user_needs.py:Needs"], capsys)
-    assert code == 2
-    assert said.startswith("error: user_needs.Needs must be given root.")
-
-
 def test_script_that_trains_on_import_is_rejected(capsys, tmp_path):
     script = f"from {MODULE} import *\nL.Trainer(logger=False).fit(Small(), SmallData())\n"
     (tmp_path / "user_script.py").write_text(script)
@@ -358,7 +349,6 @@ lr_scheduler:
     "command",
     [
         "profile --steps=40",
-        pytest.param("tune --budget=5s --candidates=fused --quiet", marks=pytest.mark.slow),
         pytest.param("bench --preset=basic --starts=1 --rounds=2", marks=pytest.mark.slow),
     ],
 )

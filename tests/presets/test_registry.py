@@ -75,12 +75,6 @@ def test_obstacle_gives_the_reason():
     assert preset.describe(accelerator="cpu", devices=5).rows[0]["costs, or why not"] == "too many"
 
 
-def test_registering_a_name_again_replaces_the_preset():
-    lo.register_preset("team", team)
-    lo.register_preset("team", lambda: lo.Preset("another").plus(Mine))
-    assert names_of(lo.preset("team")) == ["Mine"]
-
-
 def test_wrong_registrations_raise():
     with pytest.raises(ValueError, match="'basic' is a preset of lightning_opt"):
         lo.register_preset("basic", team)
