@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -20,7 +19,6 @@ from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resid
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
-from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
 from lightning_opt.memory.profiler.profile import (
     MemoryCategories,
     MemoryProfile,
@@ -28,6 +26,7 @@ from lightning_opt.memory.profiler.profile import (
     Record,
     SavedTensorCounter,
     timing_collections,
+    write_out_of_memory_report,
 )
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -135,14 +134,16 @@ class MemoryProfiler(RunCallback):
         self._stop()
 
     def record(self, name: str) -> Record:
-        """Record live memory under a name. Takes some microseconds."""
+        """Record live memory under a name; within a profiled step also its categories."""
+        live = live_bytes(self._device)
         record = Record(
             name,
             self._steps,
             perf_counter() - self._started,
-            live_bytes(self._device),
+            live,
             resident_memory(),
             torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0,
+            None if self._categories is None else self._categories.divide(live),
         )
         self.profile.records.append(record)
         return record
@@ -165,7 +166,7 @@ class MemoryProfiler(RunCallback):
         self._phase = name
         try:
             yield
-            self.profile.add_peak(name, meter.mark(), meter.exact)
+            self.profile.peaks[name].append(meter.mark())
         finally:
             meter.stop()
 
@@ -201,12 +202,13 @@ class MemoryProfiler(RunCallback):
                 # With manual optimization, another forward pass may follow the step.
                 hook = optimizer.register_step_post_hook(lambda *_: self._switch("forward", None))
                 self._step.callback(hook.remove)
-        self._record_parts("step_start")
+        self.record("step_start")
         self._measure(pl_module, self._categories.replaceable())
 
     def _measure(self, pl_module: pl.LightningModule, held: Iterable[Tensor] = ()) -> None:
         self._meter = PhaseMeter(self._device, pl_module, held)
         self._step.callback(self._meter.stop)
+        self.profile.exact = self._meter.exact
 
     def on_before_zero_grad(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -237,9 +239,8 @@ class MemoryProfiler(RunCallback):
         if self._meter is None or self._categories is None:
             return
         self._switch("forward", "step_end")
-        exact = self._meter.exact
         for phase, peak in self._peaks.items():
-            self.profile.add_peak(phase, peak, exact)
+            self.profile.peaks[phase].append(peak)
         if self._saved is not None:
             self.profile.modules = self._saved.found()
         peaks = self._peaks
@@ -264,7 +265,7 @@ class MemoryProfiler(RunCallback):
     ) -> None:
         """Add the peak of the first batch."""
         if self._meter is not None and self._is_fitting(trainer):
-            self.profile.add_peak("validation", self._meter.mark(), self._meter.exact)
+            self.profile.peaks["validation"].append(self._meter.mark())
             self._end_step()
 
     def _is_fitting(self, trainer: pl.Trainer) -> bool:
@@ -276,12 +277,7 @@ class MemoryProfiler(RunCallback):
             return
         self._peaks[ended] = max(self._peaks.get(ended, 0), self._meter.mark())
         if name is not None:
-            self._record_parts(name)
-
-    def _record_parts(self, name: str) -> None:
-        assert self._categories is not None
-        record = self.record(name)
-        self.profile.records[-1] = replace(record, parts=self._categories.divide(record.live))
+            self.record(name)
 
     def _log(self, trainer: pl.Trainer, peaks: dict[str, int]) -> None:
         last = self.profile.records[-1]

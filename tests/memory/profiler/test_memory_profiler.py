@@ -222,7 +222,7 @@ def test_peaks_of_compiled_parts_are_measured_at_their_ends():
     assert not countable(model)
     profiler = profile(model)
     assert set(profiler.peaks) == {"forward", "backward", "optimizer", "validation"}
-    assert "only at their two ends" in str(profiler.report())
+    assert "only at the two ends" in str(profiler.report())
     assert not PhaseMeter(torch.device("cpu"), model).exact
 
 
@@ -368,9 +368,9 @@ def test_out_of_memory_report_names_the_largest_tensors(every_n_steps, tmp_path,
     content = json.loads((tmp_path / "out_of_memory.json").read_text())
     assert content["title"] == "Out of memory in forward: the largest live tensors"
     found = {row["what"]: row for row in content["rows"]}
-    assert found["allocate:['scratch']"]["MB"] == 12
-    assert found["allocate:['doubled']"]["made by"] == "MulBackward0"
-    assert found["RunsOut.kept[0]"]["MB"] == 8
+    assert found["allocate: scratch"]["MB"] == 12
+    assert found["allocate: doubled"]["made by"] == "MulBackward0"
+    assert found["kept"]["MB"] == 8
     weights = WIDTH * WIDTH * 4 / MB
     for name in ("layer.0.weight", "layer.0.weight.grad", "Adam.state[layer.2.weight].exp_avg_sq"):
         assert found[name]["MB"] == weights
