@@ -283,15 +283,6 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("stability", "look", finding, advice, gain=1.0)
 
 
-def clipping(trainer: pl.Trainer) -> Verdict | None:
-    """Does the Trainer clip gradients?"""
-    value = trainer.gradient_clip_val
-    if not value:
-        return None
-    finding = f"gradient_clip_val={value}, but clipped steps are not counted."
-    return Verdict("clipping", "unknown", finding, "AdaptiveClipping() counts them.")
-
-
 def determinism(trainer: pl.Trainer) -> Verdict | None:
     """Was a seed set?"""
     seeded = "PL_GLOBAL_SEED" in os.environ or torch.initial_seed() < MAX_USER_SEED
@@ -328,6 +319,6 @@ def monitoring(trainer: pl.Trainer) -> Verdict | None:
 
 
 CHECKS: tuple[Callable[[Any], Verdict | list[Verdict] | None], ...] = (
-    profile, memory, precision, optimizer, compilation, stability, clipping, determinism,
-    checkpoints, monitoring,
+    profile, memory, precision, optimizer, compilation, stability, determinism, checkpoints,
+    monitoring,
 )  # fmt: skip

@@ -288,11 +288,6 @@ def test_memory_and_batch_size_depend_on_the_peak(monkeypatch, used, memory, bat
     assert [verdict.state for verdict in checks.memory(trainer)] == [memory, batch]
 
 
-def test_gradient_clip_val_is_unknown():
-    verdict = lo.doctor(quiet_trainer(gradient_clip_val=1.0))["clipping"]
-    assert (verdict.state, "AdaptiveClipping" in verdict.advice) == ("unknown", True)
-
-
 def test_missing_seed_is_found(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     with torch.random.fork_rng(devices=[]):
