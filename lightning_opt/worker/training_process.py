@@ -19,10 +19,17 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_opt.core.arguments import check_at_least, check_positive
-from lightning_opt.worker.child import FAILED, LOG, PAYLOAD, train
+from lightning_opt.worker.child import (
+    FAILED,
+    LOG,
+    PAYLOAD,
+    defer_ctrl_c,
+    kill_tree,
+    start_process,
+    train,
+)
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
-from lightning_opt.worker.starting import defer_ctrl_c, kill_tree, start_process
 
 __all__ = ["FitFailed", "Step", "TrainingProcess"]
 

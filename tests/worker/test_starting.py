@@ -12,17 +12,17 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_opt.core.measure.timing import StepClock
-from lightning_opt.worker import gate, starting
+from lightning_opt.worker import child, gate
 from lightning_opt.worker.gate import Step, StepGate
 
 
 def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of a process that has used CUDA cannot use it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert starting._context(dict(os.environ), "json").get_start_method() == "spawn"
+    assert child._context(dict(os.environ), "json").get_start_method() == "spawn"
 
 
-def wait_for_eof(end: connection.Connection, state: starting.ProcessState) -> None:
+def wait_for_eof(end: connection.Connection, state: child.ProcessState) -> None:
     with end, pytest.raises(EOFError):
         end.recv()
 
@@ -43,13 +43,13 @@ def test_ctrl_c_during_a_start_closes_the_pipe(monkeypatch: pytest.MonkeyPatch) 
         return ends[0], ends[1]
 
     original_pipe = connection.Pipe
-    starting.start_process(wait_for_eof)[0].join()  # the server has started
+    child.start_process(wait_for_eof)[0].join()  # the server has started
     monkeypatch.setattr(connection, "Pipe", pipe)
     threading.Thread(target=sender, daemon=True).start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            starting.start_process(wait_for_eof)
+            child.start_process(wait_for_eof)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
