@@ -19,6 +19,7 @@ from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resid
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
+from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
 from lightning_opt.memory.profiler.profile import (
     MemoryCategories,
     MemoryProfile,
@@ -26,7 +27,6 @@ from lightning_opt.memory.profiler.profile import (
     Record,
     SavedTensorCounter,
     timing_collections,
-    write_out_of_memory_report,
 )
 from lightning_opt.trainer.run_callback import RunCallback
 
