@@ -1,19 +1,24 @@
-"""What CachedDataset costs: a hit and a miss by the number of items, and memory with workers.
+"""What CachedDataset costs: hits beside other stores, misses by the number of items, and memory.
 
-Supports: the time of a miss in a full cache does not depend on the number of items. Four workers or
-two ranks that share a cache take its memory only once.
+Supports: a hit takes at most twice the time of reading the same array from bare LMDB. The time of a
+miss in a full cache does not depend on the number of items. Four workers or two ranks that share a
+cache take its memory only once.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import diskcache
+import lmdb
 import psutil
 import torch
 from torch import Tensor
@@ -29,14 +34,80 @@ BYTES = 8192
 class Vectors(Dataset[Tensor]):
     """Items of equal size that are ready in memory."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, nbytes: int = BYTES) -> None:
+        self.length, self.nbytes = length, nbytes
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.full((BYTES // 4,), float(index))
+        return torch.full((self.nbytes // 4,), float(index))
+
+
+class Reads(Dataset[float]):
+    """Its items are the µs of processor time to read an item from a store."""
+
+    def __init__(self, length: int, opened: Callable[[], Callable[[int], Any]]) -> None:
+        self.length, self.opened = length, opened
+        self.read: Callable[[int], Any] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> float:
+        if self.read is None:
+            self.read = self.opened()  # in each worker
+            self.read(index)
+        start = time.process_time()
+        self.read(index)
+        return 1e6 * (time.process_time() - start)
+
+
+def stores(dataset: Vectors, folder: str) -> dict[str, Callable[[], Callable[[int], Any]]]:
+    """Fill each store with the dataset, and return functions that open it for reading."""
+    numbers = range(len(dataset))
+    cache = lo.CachedDataset(dataset, 2**30, storage="disk", key="v1", folder=folder)
+    encoded = [pickle.dumps(dataset[number].numpy(), protocol=5) for number in numbers]
+    lmdb_folder, files = f"{folder}/lmdb", Path(folder)
+    with (
+        lmdb.open(lmdb_folder, map_size=2**30) as bare,
+        bare.begin(write=True) as transaction,
+        diskcache.Cache(f"{folder}/diskcache") as peer,
+    ):
+        for number in numbers:
+            _ = cache[number]
+            transaction.put(str(number).encode(), encoded[number])
+            (files / f"{number}.pickle").write_bytes(encoded[number])
+            peer[number] = dataset[number].numpy()
+
+    def open_lmdb() -> Callable[[int], Any]:
+        environment = lmdb.open(lmdb_folder, readonly=True, lock=False)
+
+        def read(number: int) -> Any:
+            with environment.begin(buffers=True) as transaction:
+                return pickle.loads(transaction.get(str(number).encode()))
+
+        return read
+
+    return {
+        "CachedDataset": lambda: cache.__getitem__,
+        "LMDB": open_lmdb,
+        "diskcache": lambda: diskcache.Cache(f"{folder}/diskcache").__getitem__,
+        "files": lambda: lambda i: pickle.loads((files / f"{i}.pickle").read_bytes()),
+    }
+
+
+def time_hits(nbytes: int, length: int, workers: int) -> dict[str, Any]:
+    """Return the median µs of processor time of a read from each store."""
+    with TemporaryDirectory() as folder:
+        row: dict[str, Any] = {"KB": nbytes / 1024, "workers": workers}
+        for name, opened in stores(Vectors(length, nbytes), folder).items():
+            reads = Reads(length, opened)
+            context = {"multiprocessing_context": "fork", "persistent_workers": True}
+            settings: dict[str, Any] = context if workers else {}
+            loaded = DataLoader(reads, batch_size=None, num_workers=workers, **settings)
+            row[f"µs {name}"] = statistics.median(float(one) for _ in range(5) for one in loaded)
+        return row
 
 
 def time_items(items: int, policy: Any, folder: str) -> dict[str, Any]:
@@ -137,6 +208,20 @@ def main() -> None:
         + "".join(f", {value:.0f} MB with {n} rank{'s'[: n - 1]}" for n, value in of_ranks.items())
         + ".",
     ]
+    hits = [
+        time_hits(kilobytes << 10, length, workers)
+        for kilobytes, length in ((8, 400), (602, 60), (4096, 16))
+        for workers in (0, 4)
+    ]
+    publish(
+        "cache_hits",
+        lo.Report(
+            "A hit, beside other stores of the same arrays on a disk",
+            hits,
+            ["Median µs of processor time to get an array with its own memory, in each process."],
+        ),
+        arguments,
+    )
     publish(
         "cache",
         lo.Report("What CachedDataset costs", rows, notes),

@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+Policy: TypeAlias = Literal["lru", "keep"]
+
+MISSING: Final = object()
+"""Stands for an item that is not stored."""
 
 
 def encode(item: Any) -> bytes:
@@ -28,13 +33,14 @@ def encode(item: Any) -> bytes:
             f"An item of type {type(item).__qualname__} cannot be cached, because it cannot be "
             f"pickled: {error}"
         ) from error
-    # Copy the bytes at their exact size. The buffer has grown in steps, and truncating it would
-    # leave holes in the heap, half as large as the cached bytes.
-    return bytes(file.getbuffer())
+    return file.getvalue()
 
 
-def decode(data: bytes) -> Any:
-    """Return a new item from the bytes of :func:`encode`, with its own memory."""
+def decode(data: bytes | memoryview) -> Any:
+    """Return a new item from the bytes of :func:`encode`, with its own memory.
+
+    Bytes after those of the item are ignored. The elements of tensors and arrays are copied once.
+    """
     return pickle.loads(data)
 
 

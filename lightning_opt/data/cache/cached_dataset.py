@@ -9,8 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_opt.data.cache.caching import Caching, Storage
-from lightning_opt.data.cache.store import Policy
-from lightning_opt.data.encoding import decode, digest, encode
+from lightning_opt.data.encoding import MISSING, Policy, decode, digest, encode
 from lightning_opt.data.randomness import find_randomness
 
 
@@ -89,18 +88,21 @@ class CachedDataset(Caching, Dataset[Any]):
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """Return the items of a batch; missing ones are fetched together if the dataset can."""
         names = [_name(index) for index in indices]
-        found = [self._look_up(name) for name in names]
-        missing = [position for position, data in enumerate(found) if data is None]
+        items = [self._look_up(name) for name in names]
+        missing = [position for position, item in enumerate(items) if item is MISSING]
+        if not missing:
+            return items
         fetch = getattr(self.dataset, "__getitems__", None)
         if len(missing) > 1 and callable(fetch):
             fetched = fetch([indices[position] for position in missing])
         else:
             fetched = [self.dataset[indices[position]] for position in missing]
-        for position, item in zip(missing, fetched, strict=True):
-            data = found[position] = encode(item)
-            self._keep(names[position], data)
+        encoded = [encode(item) for item in fetched]
+        self._keep({names[position]: data for position, data in zip(missing, encoded, strict=True)})
         # Decode new items too, so that items are always contiguous and never shared.
-        return [decode(data) for data in found if data is not None]
+        for position, data in zip(missing, encoded, strict=True):
+            items[position] = decode(data)
+        return items
 
     def __repr__(self) -> str:
         return f"CachedDataset({type(self.dataset).__qualname__}, storage={self._storage!r})"

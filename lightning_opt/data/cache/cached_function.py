@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_opt.data.cache.caching import Caching, Storage
-from lightning_opt.data.cache.store import Policy
-from lightning_opt.data.encoding import decode, digest, encode
+from lightning_opt.data.encoding import MISSING, Policy, decode, digest, encode
 
 
 class cached(Caching):  # noqa: N801 - called as a function is
@@ -71,11 +70,12 @@ class cached(Caching):  # noqa: N801 - called as a function is
             parts.sort()
         named = sorted((name, digest(value)) for name, value in kwargs.items())
         name = digest(parts, named).hex()
-        data = self._look_up(name)
-        if data is None:
+        found = self._look_up(name)
+        if found is MISSING:
             data = encode(self._fn(*args, **kwargs))
-            self._keep(name, data)
-        return decode(data)
+            self._keep({name: data})
+            found = decode(data)
+        return found
 
     def __repr__(self) -> str:
         return f"cached({getattr(self._fn, '__qualname__', self._fn)})"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch.utils.data import get_worker_info
 
 from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.output.report import Report
-from lightning_opt.data.cache.store import Policy, Store
-from lightning_opt.data.encoding import digest
+from lightning_opt.data.encoding import MISSING, Policy, decode, digest
+
+if TYPE_CHECKING:
+    from lightning_opt.data.cache.store import Store
 
 try:
     import fcntl
@@ -25,12 +28,11 @@ except ImportError:  # pragma: no cover - on Windows leftovers of killed process
 
 Storage: TypeAlias = Literal["memory", "disk"]
 
-FILE_NAME = "cache.sqlite"
-
 MEMORY_PREFIX = "lightning_opt_cache_"
 """Prefix of the names of folders in memory."""
 
 COUNTERS = ("hits", "misses", "evictions")
+HITS, MISSES, EVICTIONS = range(3)
 
 COUNTER_ROWS = 129
 """A row for the main process, and one for each of 128 workers; further workers share rows."""
@@ -61,6 +63,8 @@ class Caching:
             name: Name of the dataset's class or of the function. On disk, items are found only
                 under the same key and name.
         """
+        from lightning_opt.data.cache.store import Store  # needs lmdb
+
         check_at_least("max_bytes", max_bytes, 1)
         check_one_of("policy", policy, get_args(Policy))
         check_one_of("storage", storage, get_args(Storage))
@@ -72,33 +76,38 @@ class Caching:
                     "items change."
                 )
             default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            directory = Path(folder or default / "lightning_opt")
+            parent = Path(folder or default / "lightning_opt")
+            # Readable, for users who delete what they no longer need.
+            readable = re.sub(r"[^\w.-]+", "_", f"{name}-{key}")[:80]
+            directory = parent / f"{readable}-{digest(name, key).hex()[:16]}"
+            check_private(parent)
             check_private(directory)
-            self._store = Store(directory / FILE_NAME, max_bytes, policy, digest(name, key).hex())
+            self._store = Store(directory, max_bytes, policy)
         else:
             for argument, value in (("key", key), ("folder", folder)):
                 if value is not None:
                     raise ValueError(
                         f'{argument}={value!r} goes with storage="disk", got storage={storage!r}.'
                     )
-            self._store = Store(memory_folder(max_bytes, self) / FILE_NAME, max_bytes, policy)
+            self._store = Store(memory_folder(max_bytes, self), max_bytes, policy)
         self._storage = storage
         # One row per process, so no lock is needed. Workers of a DataLoader, forked or spawned,
         # share this memory; a pickled copy counts separately.
         self._counts = torch.zeros(COUNTER_ROWS, len(COUNTERS), dtype=torch.int64).share_memory_()
 
-    def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
+    def _count(self, counter: int, number: int) -> None:
         worker = get_worker_info()
-        row = self._counts[0 if worker is None else 1 + worker.id % (COUNTER_ROWS - 1)].numpy()
-        row += (hits, misses, evictions)
+        row = 0 if worker is None else 1 + worker.id % (COUNTER_ROWS - 1)
+        self._counts.numpy()[row, counter] += number
 
-    def _look_up(self, name: str) -> bytes | None:
-        data = self._store.get(name)
-        self._count(hits=int(data is not None), misses=int(data is None))
-        return data
+    def _look_up(self, name: str) -> Any:
+        """Return the stored item, or ``MISSING``."""
+        item = self._store.get(name, decode)
+        self._count(MISSES if item is MISSING else HITS, 1)
+        return item
 
-    def _keep(self, name: str, data: bytes) -> None:
-        self._count(evictions=self._store.put(name, data))
+    def _keep(self, encoded: dict[str, bytes]) -> None:
+        self._count(EVICTIONS, self._store.put(encoded))
 
     def statistics(self) -> dict[str, int]:
         """Return ``hits``, ``misses``, ``evictions``, ``bytes`` and ``items``.
@@ -179,6 +188,9 @@ def _lock(file: Any) -> bool:
 
 def _remove(folder: Path, pid: int, lock: Any) -> None:
     if pid == os.getpid():  # not at the end of a forked worker
+        from lightning_opt.data.cache.store import close
+
+        close(folder)
         shutil.rmtree(folder, ignore_errors=True)
         lock.close()
 

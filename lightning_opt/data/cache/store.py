@@ -1,223 +1,306 @@
-"""A store of bytes in an SQLite file of limited size, shared by processes that may be killed."""
+"""A store of encoded items in an LMDB file of limited size, for processes that may be killed."""
 
 from __future__ import annotations
 
+import logging
 import os
-import sqlite3
+import sys
 import threading
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from mmap import PAGESIZE
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any
 
-Policy: TypeAlias = Literal["lru", "keep"]
-T = TypeVar("T")
+import numpy as np
+import psutil
 
-PAGE_BYTES = 4096
-MAX_ITEM_BYTES = 10**9 - PAGE_BYTES
-"""Bytes that SQLite accepts as one value."""
+from lightning_opt.data.encoding import MISSING, Policy
 
-BEGIN = "BEGIN IMMEDIATE"
-"""Locks the file at once. The connection's context commits, or rolls back after an error."""
+try:
+    import lmdb
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("A cache needs lmdb: pip install 'lightning-opt[cache]'") from error
 
-TABLES = """
-    PRAGMA journal_mode = TRUNCATE;
-    PRAGMA synchronous = OFF;
-    BEGIN IMMEDIATE;
-    CREATE TABLE IF NOT EXISTS items (
-        id INTEGER PRIMARY KEY, version TEXT, name TEXT, used INTEGER, UNIQUE (version, name)
-    );
-    CREATE INDEX IF NOT EXISTS by_use ON items (used);
-    CREATE TABLE IF NOT EXISTS contents (id INTEGER PRIMARY KEY, checksum INTEGER, data BLOB);
-    COMMIT;
-"""
-EMPTY_PAGES = 5
-"""Pages of an empty file."""
+log = logging.getLogger(__name__)
 
-TOUCH = """
-    UPDATE items SET used = (SELECT max(used) + 1 FROM items) WHERE version = ? AND name = ?
-"""
-ADD = """
-    INSERT OR IGNORE INTO items (version, name, used)
-    VALUES (?, ?, (SELECT ifnull(max(used), 0) + 1 FROM items))
-"""
-OLDEST = "SELECT id FROM items ORDER BY used LIMIT 1"
-OTHERS = """
-    SELECT id FROM items WHERE version < ?1 UNION ALL
-    SELECT id FROM items WHERE version > ?1 LIMIT 1
-"""
+NETWORK_FILE_SYSTEMS = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "smb")
+
+MAX_READERS = 2048
+"""Processes that may use one file at a time."""
+
+ITEM, USE, ORDER = b"0", b"1", b"2"
+"""Prefixes of keys: an item by its name, its number of use by its name, its name by this number."""
+
+TREE_PAGES = 3
+"""Pages by which the tree may grow with one item."""
+
+GROWTH_BYTES = 1 << 20
+"""Bytes by which the file grows if it has no free page left in which to note an eviction."""
+
+_lock = threading.RLock()
+_environments: dict[Path, lmdb.Environment] = {}
+"""The open environments of this process. LMDB must not open a file twice, nor keep it in a fork."""
+
+
+def _close_before_fork() -> None:
+    _lock.acquire()
+    while _environments:
+        _environments.popitem()[1].close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_close_before_fork, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
+
+
+def close(folder: Path) -> None:
+    """Close the file in ``folder``; a store opens it again when needed."""
+    with _lock:
+        if environment := _environments.pop(folder, None):
+            environment.close()
 
 
 class Store:
-    """Stores bytes by name in an SQLite file whose pages take at most ``max_bytes``.
+    """Stores encoded items by name in an LMDB file, in pages that take at most ``max_bytes``.
 
-    SQLite locks the file between processes, including processes in different containers. It stores
-    an item completely or not at all, and limits the size. The cost to store or evict an item does
-    not depend on the number of items. Each item has a checksum. An item with a wrong checksum, for
-    example after a bad sector, is deleted and counts as a miss. The file is not flushed to the
-    disk, so after a power failure it may be unreadable. It is then deleted and created again.
-
-    An error of the file counts as a miss; an item that cannot be written is not stored.
+    LMDB locks the file between processes and never overwrites pages in use, so a process or a
+    machine that stops at any time leaves every stored item complete. The file may be larger than
+    ``max_bytes`` by an eighth and 4 MB, for pages that are being replaced. Each item has a
+    checksum; a damaged item counts as a miss and is replaced.
 
     Args:
-        file: The file, in a folder that exists and to which only trusted users can write.
+        folder: A folder for the file, to which only trusted users can write.
         max_bytes: The limit.
-        policy: ``"lru"`` evicts the least recently used item; ``"keep"`` evicts only items of other
-            versions, and stores nothing more once it is full.
-        version: Items of other versions are never found.
+        policy: ``"lru"`` evicts the least recently used items; ``"keep"`` evicts nothing, and
+            stores nothing more once it is full.
+
+    Raises:
+        ValueError: If the file cannot be opened, or is on a network file system.
     """
 
-    def __init__(
-        self, file: Path, max_bytes: int, policy: Policy = "lru", version: str = ""
-    ) -> None:
-        self.file, self.max_bytes, self.policy, self.version = file, max_bytes, policy, version
-        self._reset()
-
-    def _reset(self) -> None:
-        self._connection: sqlite3.Connection | None = None
-        self._lock, self._pid = threading.Lock(), os.getpid()
-        self._touched: dict[str, None] = {}
-        # The smallest size for which a full cache has no room.
-        self._min_rejected_size = MAX_ITEM_BYTES
+    def __init__(self, folder: Path, max_bytes: int, policy: Policy = "lru") -> None:
+        self.folder, self.max_bytes, self.policy = folder, max_bytes, policy
+        self._touched: dict[bytes, None] = {}
+        self._warned = False
+        check_local(folder)
+        close(folder)  # it may have been deleted and created again
+        try:
+            with _lock:
+                self._fill_truncated_file()
+        except lmdb.Error as error:
+            raise ValueError(
+                f"The cache in {folder} cannot be opened: {error}. If it is damaged, delete this "
+                "folder. If its file system has no locks or memory maps, use another one."
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store, (self.file, self.max_bytes, self.policy, self.version)
+        return Store, (self.folder, self.max_bytes, self.policy)
 
-    def _attempt(self, work: Callable[[sqlite3.Connection], T], default: T) -> T:
-        """Return ``work(connection)``, or ``default`` if SQLite raises."""
-        if self._pid != os.getpid():
-            self._reset()  # a connection must not be used on both sides of a fork
-        with self._lock:
-            try:
-                if self._connection is None:
-                    self._connection = self._connect()
-                return work(self._connection)
-            except sqlite3.OperationalError:
-                pass  # the file is locked for too long, does not fit on the disk, or is gone
-            except sqlite3.DatabaseError as error:
-                if type(error) is not sqlite3.DatabaseError:
-                    raise
-                self._connection = None
-                with suppress(OSError):
-                    self.file.unlink()  # unreadable
-        return default
+    def _environment(self) -> lmdb.Environment:
+        environment = _environments.get(self.folder)
+        if environment is None:
+            environment = _environments[self.folder] = lmdb.open(
+                str(self.folder),
+                map_size=self.max_bytes + self.max_bytes // 8 + (4 << 20),
+                # Items are flushed at each commit, and the commit itself with the next one: a power
+                # failure can undo the last commit, and damages nothing.
+                sync=True,
+                metasync=False,
+                mode=0o700,
+                readahead=False,
+                meminit=False,
+                max_readers=MAX_READERS,
+            )
+        return environment
 
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            self.file, timeout=60.0, isolation_level=None, check_same_thread=False
-        )
-        connection.executescript(TABLES)
-        connection.execute(f"PRAGMA max_page_count = {EMPTY_PAGES + self.max_bytes // PAGE_BYTES}")
-        return connection
+    def _begin(self, write: bool = False) -> lmdb.Transaction[memoryview]:
+        environment = self._environment()
+        try:
+            return environment.begin(write=write, buffers=True)
+        except lmdb.MapResizedError:  # another process has grown the file
+            environment.set_mapsize(0)
+            return environment.begin(write=write, buffers=True)
 
-    def get(self, name: str) -> bytes | None:
-        """Return the data stored under ``name`` if its checksum matches, or None."""
+    def _fill_truncated_file(self) -> None:
+        """Replace a missing end of the file with zeros: to read beyond the end kills a process."""
+        with self._begin(write=True):  # no other process writes meanwhile
+            size = (self._environment().info()["last_pgno"] + 1) * PAGESIZE
+            file = self.folder / "data.mdb"
+            if file.stat().st_size < size:
+                os.truncate(file, size)
 
-        def find(database: sqlite3.Connection) -> bytes | None:
-            query = "SELECT id, checksum, data FROM items JOIN contents USING (id)"
-            named = (self.version, name)
-            row = database.execute(f"{query} WHERE version = ? AND name = ?", named).fetchone()
-            if row is None:
-                return None
-            key, checksum, data = row
-            if checksum != self._checksum(name, data):
-                with database:
-                    database.execute(BEGIN)
-                    _delete(database, key)
-                return None
-            if self.policy == "lru":  # the next stored item writes it to the file
-                self._touched.pop(name, None)
-                self._touched[name] = None
-            return data  # type: ignore[no-any-return]
+    def get(self, name: str, decode: Callable[[memoryview], Any]) -> Any:
+        """Return the decoded item, or ``MISSING``.
 
-        return self._attempt(find, None)
+        Args:
+            name: The name of the item.
+            decode: Called with a view of the file that is valid during the call, and ends with up
+                to 15 more bytes than were encoded.
+        """
+        key = name.encode()
+        try:
+            with _lock, self._begin() as transaction:
+                data = transaction.get(ITEM + key)
+                if data is None or word_sum(data) != zlib.crc32(key):
+                    return MISSING
+                item = decode(data)
+        except lmdb.Error as error:
+            self._warn(error)
+            return MISSING
+        if self.policy == "lru":  # the next stored item writes it to the file
+            self._touched.pop(key, None)
+            self._touched[key] = None
+        return item
 
-    def put(self, name: str, data: bytes) -> int:
-        """Store ``data`` if there is room, and return how many items were evicted for it."""
-        if len(data) > min(self.max_bytes, MAX_ITEM_BYTES) or len(data) >= self._min_rejected_size:
+    def put(self, items: Mapping[str, bytes]) -> int:
+        """Store encoded items if there is room, and return how many others were evicted.
+
+        A batch is one transaction, so the disk is waited for only once. A batch that is large
+        beside the cache is stored item by item, because a transaction needs as much free room.
+        """
+        groups: Iterable[Mapping[str, bytes]] = (items,)
+        if sum(map(len, items.values())) > self.max_bytes // 16:
+            groups = ({name: data} for name, data in items.items())
+        try:
+            with _lock:
+                return sum(map(self._put_group, groups))
+        except lmdb.Error as error:
+            self._warn(error)
             return 0
 
-        def add(database: sqlite3.Connection) -> int:
-            evicted = 0
-            while not self._insert(database, name, data):
-                more = self._evict(database, len(data))
+    def _put_group(self, items: Mapping[str, bytes]) -> int:
+        if self.policy == "keep":  # do not wait for other writers if it is full
+            room = self.max_bytes - self.statistics()["bytes"]
+            items = {name: data for name, data in items.items() if size_of(data) <= room}
+        evicted = 0
+        while items:
+            try:
+                return evicted + self._write(items)
+            except lmdb.MapFullError:  # freed pages are in several pieces, or still in use
+                more = self._make_room(sum(map(size_of, items.values())))
                 if not more:
-                    if self.policy == "keep":
-                        self._min_rejected_size = len(data)  # no room will become free
                     break
                 evicted += more
-            return evicted
+        return evicted
 
-        return self._attempt(add, 0)
-
-    def _insert(self, database: sqlite3.Connection, name: str, data: bytes) -> bool:
-        try:
-            with database:
-                database.execute(BEGIN)
-                self._write_touches(database)
-                added = database.execute(ADD, (self.version, name))
-                if added.rowcount:
-                    database.execute(
-                        "INSERT OR REPLACE INTO contents VALUES (?, ?, ?)",
-                        (added.lastrowid, self._checksum(name, data), data),
-                    )
-        except sqlite3.OperationalError as error:
-            if "is full" in str(error):
-                return False
-            raise
-        self._touched = {}
-        return True
-
-    def _write_touches(self, database: sqlite3.Connection) -> None:
-        """Write the order of the reads since the last stored item."""
-        database.executemany(TOUCH, [(self.version, used) for used in self._touched])
-
-    def _evict(self, database: sqlite3.Connection, size: int) -> int:
-        """Evict one or more items until ``size`` bytes may fit, and return how many."""
+    def _write(self, items: Mapping[str, bytes]) -> int:
         evicted = 0
-        with database:
-            database.execute(BEGIN)
-            self._write_touches(database)
-            while not evicted or _pragma(database, "freelist_count") * PAGE_BYTES < size:
-                query = (OLDEST, ()) if self.policy == "lru" else (OTHERS, (self.version,))
-                row = database.execute(*query).fetchone()
-                if row is None:
-                    break
-                _delete(database, row[0])
-                evicted += 1
+        with self._begin(write=True) as transaction:
+            self._write_uses(transaction)
+            for name, data in items.items():
+                key, size = name.encode(), size_of(data)
+                stored = data + bytes(-len(data) % 8)
+                stored += ((zlib.crc32(key) - word_sum(stored)) % 2**64).to_bytes(8, sys.byteorder)
+                if size > self.max_bytes or transaction.get(ITEM + key) == memoryview(stored):
+                    continue
+                remove(transaction, key)  # a damaged item
+                while used_bytes(transaction.stat()) + size > self.max_bytes:
+                    if self.policy == "keep" or not remove_oldest(transaction):
+                        break
+                    evicted += 1
+                else:
+                    transaction.put(ITEM + key, stored)
+                    append_use(transaction, key)
+        self._touched = {}
+        return evicted
+
+    def _write_uses(self, transaction: lmdb.Transaction[memoryview]) -> None:
+        """Write the order of the reads since the last stored item."""
+        for key in self._touched:
+            if number := transaction.get(USE + key):
+                transaction.delete(ORDER + bytes(number))
+                append_use(transaction, key)
+
+    def _make_room(self, size: int) -> int:
+        """Evict items of at least ``size`` bytes if there are as many, and return their number."""
+        if self.policy == "keep":
+            return 0
+        environment, evicted = self._environment(), 0
+        environment.reader_check()  # frees pages that killed processes were reading
+        try:
+            with self._begin(write=True) as transaction:
+                self._write_uses(transaction)
+                target = used_bytes(transaction.stat()) - size
+                while used_bytes(transaction.stat()) > target and remove_oldest(transaction):
+                    evicted += 1
+        except lmdb.MapFullError:
+            environment.set_mapsize(environment.info()["map_size"] + GROWTH_BYTES)
+            return self._make_room(size)
+        self._touched = {}
         return evicted
 
     def statistics(self) -> dict[str, int]:
-        """Return the bytes of all versions, and the number of items of this version."""
-
-        def count(database: sqlite3.Connection) -> dict[str, int]:
-            pages = _pragma(database, "page_count") - _pragma(database, "freelist_count")
-            mine = "SELECT count(*) FROM items WHERE version = ?"
-            items = database.execute(mine, (self.version,)).fetchone()[0]
-            return {"bytes": max(0, pages - EMPTY_PAGES) * PAGE_BYTES, "items": items}
-
-        return self._attempt(count, {"bytes": 0, "items": 0})
+        """Return the bytes and the number of items."""
+        try:
+            with _lock, self._begin() as transaction:
+                found = transaction.stat()
+        except lmdb.Error:
+            return {"bytes": 0, "items": 0}
+        items = found["entries"] // 3
+        return {"bytes": used_bytes(found) if items else 0, "items": items}
 
     def clear(self) -> None:
-        def empty(database: sqlite3.Connection) -> None:
-            mine, version = "FROM items WHERE version = ?", (self.version,)
-            with database:
-                database.execute(BEGIN)
-                database.execute(f"DELETE FROM contents WHERE id IN (SELECT id {mine})", version)
-                database.execute(f"DELETE {mine}", version)
+        with _lock, self._begin(write=True) as transaction:
+            transaction.drop(self._environment().open_db(txn=transaction), delete=False)
 
-        self._attempt(empty, None)
-        self._min_rejected_size = MAX_ITEM_BYTES
-
-    def _checksum(self, name: str, data: bytes) -> int:
-        return zlib.crc32(data, zlib.crc32(f"{self.version}/{name}/".encode()))
+    def _warn(self, error: lmdb.Error) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("The cache in %s cannot be used: %s.", self.folder, error)
 
 
-def _pragma(database: sqlite3.Connection, name: str) -> int:
-    return int(database.execute(f"PRAGMA {name}").fetchone()[0])
+def check_local(folder: Path) -> None:
+    """Raise if ``folder`` is on a network file system, where LMDB's locks and maps do not hold."""
+    mounts = [
+        mount
+        for mount in psutil.disk_partitions(all=True)
+        if folder.resolve().is_relative_to(mount.mountpoint)
+    ]
+    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
+    if kind.removeprefix("fuse.").startswith(NETWORK_FILE_SYSTEMS):
+        raise ValueError(
+            f"The cache folder {folder} is on a network file system ({kind}), where processes "
+            "cannot share a memory-mapped file safely. Use a folder on a disk of this machine."
+        )
 
 
-def _delete(database: sqlite3.Connection, key: int) -> None:
-    database.execute("DELETE FROM items WHERE id = ?", (key,))
-    database.execute("DELETE FROM contents WHERE id = ?", (key,))
+def word_sum(data: bytes | memoryview) -> int:
+    """Return the sum of ``data`` as 64-bit words."""
+    return int(np.frombuffer(data, np.uint64, len(data) // 8).sum())
+
+
+def size_of(data: bytes) -> int:
+    """Return the most bytes by which an item enlarges the file."""
+    return (-(-(len(data) + 32) // PAGESIZE) + TREE_PAGES) * PAGESIZE
+
+
+def used_bytes(found: Mapping[str, Any]) -> int:
+    pages = found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"]
+    return int(pages * found["psize"])
+
+
+def append_use(transaction: lmdb.Transaction[memoryview], key: bytes) -> None:
+    """Make ``key`` the most recently used."""
+    cursor = transaction.cursor()
+    is_first = not cursor.set_range(ORDER)
+    last = 0 if is_first or not cursor.last() else int.from_bytes(bytes(cursor.key())[1:], "big")
+    number = (last + 1).to_bytes(8, "big")
+    transaction.put(ORDER + number, key)
+    transaction.put(USE + key, number)
+
+
+def remove(transaction: lmdb.Transaction[memoryview], key: bytes) -> None:
+    if number := transaction.get(USE + key):
+        transaction.delete(ORDER + bytes(number))
+    transaction.delete(USE + key)
+    transaction.delete(ITEM + key)
+
+
+def remove_oldest(transaction: lmdb.Transaction[memoryview]) -> bool:
+    cursor = transaction.cursor()
+    found = cursor.set_range(ORDER)
+    if found:
+        remove(transaction, bytes(cursor.value()))
+    return found
