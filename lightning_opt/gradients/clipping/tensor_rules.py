@@ -23,8 +23,7 @@ from lightning_opt.core.numerics.norms import GradientStep, as_real, by_kind
 from lightning_opt.core.numerics.scalars import constant, move, stack_scalars, wide_dtype
 from lightning_opt.core.numerics.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
-from lightning_opt.gradients.forward_order import ForwardOrder
-from lightning_opt.gradients.gradient_callback import plain_name
+from lightning_opt.gradients.gradient_callback import ForwardOrder, plain_name
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

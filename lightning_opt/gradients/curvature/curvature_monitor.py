@@ -61,7 +61,6 @@ class CurvatureMonitor(RunCallback):
         n_samples: Number of random vectors for the trace, at least 2.
         max_iterations: Maximum number of products with the Hessian for the eigenvalue.
         tolerance: Relative residual at which the eigenvalue is accepted.
-        seed: Seed of the random vectors.
 
     Raises:
         ValueError: In ``__init__`` for settings out of range; in ``setup`` in the same cases as
@@ -86,13 +85,9 @@ class CurvatureMonitor(RunCallback):
         n_samples: int = 4,
         max_iterations: int = 20,
         tolerance: float = 0.05,
-        seed: int = 0,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
-        self.fraction, self.seed = (
-            check_share("fraction", fraction),
-            check_at_least("seed", seed, 0),
-        )
+        self.fraction = check_share("fraction", fraction)
         self.n_samples = check_at_least("n_samples", n_samples, 2)
         self.max_iterations = check_at_least("max_iterations", max_iterations, 1)
         self.tolerance = check_positive("tolerance", tolerance)
@@ -136,7 +131,7 @@ class CurvatureMonitor(RunCallback):
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # All ranks use the same seed, because they multiply the same Hessian.
         generator = torch.Generator(module.device)
-        generator.manual_seed(self.seed * 1_000_003 + trainer.global_step)
+        generator.manual_seed(trainer.global_step)
         with twice_differentiable_loss(
             NAME, trainer, module, batch, batch_idx, self.fraction
         ) as loss:

@@ -45,10 +45,8 @@ class DiagonalPreconditioner:
     """
 
     def __init__(self, beta: float, power: float, damping: float, clip: float | None) -> None:
-        self.beta, self.power = (
-            check_fraction("beta", beta),
-            check_between("power", power, 0.0, 1.0),
-        )
+        self.beta = check_fraction("beta", beta)
+        self.power = check_between("power", power, 0.0, 1.0)
         self.damping = check_positive("damping", damping)
         self.clip = None if clip is None else check_positive("clip", clip)
         self._average: dict[str, Tensor] = {}
@@ -147,7 +145,6 @@ class CurvaturePreconditioner(GradientCallback):
         clip: :math:`c`, above 0: the largest change of an element per step at a learning rate of 1;
             None for no bound. Flat and noisy directions reach it, and then move as in sign descent.
         fraction: Share of the batch's samples used for the estimate, above 0 and at most 1.
-        seed: Seed of the random signs.
         log_every_n_steps: Steps between logged values, at least 1.
 
     Raises:
@@ -177,16 +174,12 @@ class CurvaturePreconditioner(GradientCallback):
         damping: float = 1e-8,
         clip: float | None = 1.0,
         fraction: float = 0.25,
-        seed: int = 0,
         log_every_n_steps: int = 50,
     ) -> None:
         super().__init__()
         self._preconditioner = DiagonalPreconditioner(beta, power, damping, clip)
         self.every_n_steps = check_at_least("every_n_steps", every_n_steps, 1)
-        self.fraction, self.seed = (
-            check_share("fraction", fraction),
-            check_at_least("seed", seed, 0),
-        )
+        self.fraction = check_share("fraction", fraction)
         self._schedule = Schedule(check_at_least("log_every_n_steps", log_every_n_steps, 1))
         self._steps = 0
         self._latest: dict[str, float] = {}
@@ -240,7 +233,7 @@ class CurvaturePreconditioner(GradientCallback):
         # Seeded by the step, so that a resumed run draws the same signs.
         estimate_index = self._steps // self.every_n_steps
         generator = torch.Generator(module.device).manual_seed(
-            (self.seed * 1_000_003 + estimate_index) * trainer.world_size + trainer.global_rank
+            estimate_index * trainer.world_size + trainer.global_rank
         )
         with twice_differentiable_loss(NAME, trainer, module, *self._batch, self.fraction) as loss:
             if loss is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_opt.core.modules.sharding import Groups, local_part, step_groups
 from lightning_opt.core.numerics.norms import GradientNorms, as_real
@@ -85,7 +85,7 @@ class DamageDetector:
         self._checked: set[str] = set()
         self._intended: set[str] = set()
 
-    def find(self, tensors: Mapping[str, Tensor], buffers: list[str], groups: Groups) -> list[str]:
+    def find(self, tensors: Mapping[str, Tensor], module: nn.Module, groups: Groups) -> list[str]:
         """Return the names of tensors that are damaged on at least one rank.
 
         All ranks must call this. It waits for the device.
@@ -94,11 +94,11 @@ class DamageDetector:
 
         Args:
             tensors: Weights and buffers by name.
-            buffers: The names of the buffers among them.
+            module: The model, whose buffers are among them.
             groups: The ranks that train together.
         """
-        bad = nonfinite_names(tensors)
-        self._intended |= set(bad) & (set(buffers) - self._checked)
+        bad, buffers = nonfinite_names(tensors), {name for name, _ in module.named_buffers()}
+        self._intended |= set(bad) & (buffers - self._checked)
         self._checked.update(buffers)
         of_ranks = _gather([name for name in bad if name not in self._intended], groups)
         return list(dict.fromkeys(name for names in of_ranks for name in names))

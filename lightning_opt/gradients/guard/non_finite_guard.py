@@ -16,7 +16,12 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
 from lightning_opt.gradients.guard.detector import Detection, Detector, LossRecorder, mean_loss
-from lightning_opt.gradients.guard.escalation import Escalation, Policy
+from lightning_opt.gradients.guard.escalation import (
+    Escalation,
+    Policy,
+    UpdateControl,
+    skips_on_device,
+)
 from lightning_opt.gradients.guard.events import (
     KINDS,
     RESPONSES,
@@ -27,7 +32,6 @@ from lightning_opt.gradients.guard.events import (
     describe,
 )
 from lightning_opt.gradients.guard.snapshot import BufferBackup, Snapshot
-from lightning_opt.gradients.guard.update_control import UpdateControl, skips_on_device
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -164,17 +168,13 @@ class NonFiniteGuard(GradientCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise if a callback before this one clips gradients."""
         super().setup(trainer, pl_module, stage)
-        clipping = [
-            other
-            for other in self.in_front(trainer)
-            if isinstance(other, RunCallback) and other.rescales_gradients
-        ]
-        if clipping and stage == "fit":
-            raise ValueError(
-                f"NonFiniteGuard must come before {type(clipping[0]).__name__} in "
-                "Trainer(callbacks=[...]): after it, spikes would be clipped before the guard "
-                "sees them."
-            )
+        for other in self.in_front(trainer) if stage == "fit" else []:
+            if isinstance(other, RunCallback) and other.rescales_gradients:
+                raise ValueError(
+                    f"NonFiniteGuard must come before {type(other).__name__} in "
+                    "Trainer(callbacks=[...]): after it, spikes would be clipped before the guard "
+                    "sees them."
+                )
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Reset counts, history and events."""
@@ -245,9 +245,9 @@ class NonFiniteGuard(GradientCallback):
             assert isinstance(detection.code, Tensor)
             self.barriers[index] = detection.barrier
             self._delayed.push(detection.code[None], (detection, record))
-            self._receive(self._delayed.due())
+            self._count_read(self._delayed.due())
         else:
-            self._count(detection, record)
+            self._count_step(detection, record)
             (self.withheld.add if detection.skip else self.withheld.discard)(index)
         if self._buffers is not None:
             self._buffers.restore_or_save(detection.fault)
@@ -275,7 +275,7 @@ class NonFiniteGuard(GradientCallback):
         self._good_batches += 1
         snapshot_due = self._good_batches >= self.snapshot_every_n_steps
         if self.escalation.policy == "rollback" and snapshot_due:
-            self._receive(self._delayed.flush())
+            self._count_read(self._delayed.flush())
             self._good_batches -= len(self._faults)
             self._respond(trainer, pl_module)
         if log_due:
@@ -283,11 +283,11 @@ class NonFiniteGuard(GradientCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the last steps from the device, and respond to their faults."""
-        self._receive(self._delayed.flush())
+        self._count_read(self._delayed.flush())
         if self._faults:
             self._respond(trainer, pl_module)
 
-    def _count(self, detection: Detection, record: StepRecord) -> None:
+    def _count_step(self, detection: Detection, record: StepRecord) -> None:
         """Count a step. Its detection must be on the host. The record of a fault is kept."""
         assert record.optimizer is not None
         response = self.escalation.record(record.optimizer, detection)
@@ -296,10 +296,12 @@ class NonFiniteGuard(GradientCallback):
             record.loss, record.norm = float(detection.loss), float(detection.norm)
             self._faults.append(record)
 
-    def _receive(self, reads: Iterator[tuple[list[float], tuple[Detection, StepRecord]]]) -> None:
-        """Count earlier steps, whose fault codes have been read from the device."""
+    def _count_read(
+        self, reads: Iterator[tuple[list[float], tuple[Detection, StepRecord]]]
+    ) -> None:
+        """Count steps whose fault codes have been read from the device some steps later."""
         for (code,), (detection, record) in reads:
-            self._count(detection.on_host(code), record)
+            self._count_step(detection.on_host(code), record)
 
     def _respond(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Respond to the most severe fault, or take a snapshot if there is none.
@@ -348,8 +350,7 @@ class NonFiniteGuard(GradientCallback):
         return weights | dict(pl_module.named_buffers())
 
     def _find_damage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
-        buffers = [name for name, _ in pl_module.named_buffers()]
-        return self._damage.find(self._tensors(pl_module), buffers, step_groups(trainer))
+        return self._damage.find(self._tensors(pl_module), pl_module, step_groups(trainer))
 
     def diagnose(self) -> list[Verdict]:
         """Return whether faults were found."""
@@ -364,8 +365,8 @@ class NonFiniteGuard(GradientCallback):
             f"NonFiniteGuard found {self._log.count} faults in {self._steps} steps, the newest "
             f"{newest['kind']} at step {newest['step']}."
         )
-        advice, share = KINDS[newest["kind"]][1], min(1.0, self._log.count / self._steps)
-        return [Verdict("stability", "look", finding, advice, gain=share)]
+        share = min(1.0, self._log.count / self._steps)
+        return [Verdict("stability", "look", finding, KINDS[newest["kind"]][1], gain=share)]
 
     def report(self) -> Report:
         """Return a table of the newest events, one per row, and the run's counts as a note."""
@@ -384,7 +385,7 @@ class NonFiniteGuard(GradientCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts, learning rate scales, histories and events, as plain types."""
-        self._receive(self._delayed.flush())
+        self._count_read(self._delayed.flush())
         return {
             "escalation": self.escalation.state_dict(),
             "steps": self._steps,

@@ -163,7 +163,7 @@ def _find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
     known = [value for value in (evidence.early, evidence.typical) if value]
     growth = median / max(known) if known else 1.0
     if median <= limit and growth <= limit:
-        return _find_spike(evidence, limit, median)
+        return []
     worst = max(layers, key=lambda layer: layer.norm)
     flows = list(evidence.flows.values())
     amplified = max(flows) / flows[-1] if flows else 1.0
@@ -177,18 +177,6 @@ def _find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
     else:
         critical = growth > 100 * limit
     return [Issue("exploding", CRITICAL if critical else WARNING, worst.name, detail)]
-
-
-def _find_spike(evidence: Evidence, limit: float, median: float) -> list[Issue]:
-    """Find a single high norm. The first ten steps, where high norms are normal, are skipped."""
-    spikes = [(total, step) for step, total in evidence.totals if step > 10 and total > limit]
-    high, step = max((spike for spike in spikes if math.isfinite(spike[0])), default=(0.0, 0))
-    if high <= 10 * median:
-        return []
-    layers = [layer for layer in evidence.layers if layer.trained]
-    worst = max(layers, key=lambda layer: sum(p.peak**2 for p in layer.trained))
-    detail = f"a spike at step {step}: total norm {high:.3g}, with a median of {median:.3g}"
-    return [Issue("exploding", WARNING, worst.name, detail)]
 
 
 def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:

@@ -37,7 +37,6 @@ class ParameterStats:
         mean, variance: Mean and variance of the gradient's L2 norm over steps with a finite norm.
         nan, inf: Number of steps whose norm was NaN, and infinite.
         first: The first step with a non-finite norm; 0 if there was none.
-        peak: The gradient's norm at the step with the largest total norm.
         norm, max: L2 norm and largest finite magnitude at the reported step.
         zeros: Share of elements that were exactly zero at the reported step.
         update: L2 norm of one update divided by that of the weights.
@@ -54,7 +53,6 @@ class ParameterStats:
     nan: int = 0
     inf: int = 0
     first: int = 0
-    peak: float = 0.0
     norm: float | None = None
     max: float | None = None
     zeros: float | None = None
@@ -200,7 +198,6 @@ def stats_of_norms(
         "nan": np.isnan(norms).sum(0),
         "inf": np.isinf(norms).sum(0),
         "first": np.where(bad.any(0), bad.argmax(0) + first, 0),
-        "peak": norms[np.where(np.isfinite(totals), totals, -np.inf).argmax()],
     }
     for key, column in table.items():
         for found, value in zip(stats.values(), column.tolist(), strict=True):

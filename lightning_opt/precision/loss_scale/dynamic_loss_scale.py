@@ -123,9 +123,9 @@ class DynamicLossScale(BaseMixedPrecision):
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
     Lightning counts a skipped step in ``global_step``, and steps the learning-rate schedulers of
-    ``interval="step"``, so a warm-up begins with steps that never took place. With
-    ``hold_schedulers``, these schedulers do not step on skipped updates. ``global_step`` still
-    counts them, since loggers, checkpoints and ``max_steps`` depend on it.
+    ``interval="step"``, so a warm-up begins with steps that never took place. Here
+    these schedulers do not step on skipped updates. ``global_step`` still counts them, since
+    loggers, checkpoints and ``max_steps`` depend on it.
 
     On an accelerator, nothing is read back to the host between reports. Reactions come later:
     schedulers skip one step two steps after the skipped update, and the error of a collapsed scale
@@ -147,7 +147,6 @@ class DynamicLossScale(BaseMixedPrecision):
         growth_interval: Updates in a row without an overflow until the scale grows.
         min_scale: Minimum of the scale, at most ``init_scale``.
         patience: Consecutive skipped updates at the floor, after which the run stops.
-        hold_schedulers: Keep schedulers from stepping on skipped updates.
         every_n_steps: Optimizer steps between logged values.
 
     Raises:
@@ -174,7 +173,6 @@ class DynamicLossScale(BaseMixedPrecision):
         growth_interval: int = 1000,
         min_scale: float = 1.0,
         patience: int = 10,
-        hold_schedulers: bool = True,
         every_n_steps: int = 50,
     ) -> None:
         if check_positive("growth_factor", growth_factor) <= 1:
@@ -193,7 +191,6 @@ class DynamicLossScale(BaseMixedPrecision):
             "min_scale": float(min_scale),
         }
         self.patience = check_at_least("patience", patience, 1)
-        self.hold_schedulers = hold_schedulers
         self._schedule = Schedule(every_n_steps)
         super().__init__("16-mixed", "cpu")
         self._module: ref[nn.Module] | None = None
@@ -226,7 +223,7 @@ class DynamicLossScale(BaseMixedPrecision):
             state, self.device = self.scaler.state_dict(), device
             self.scaler = CountingScaler(device, **self._settings)
             self.scaler.load_state_dict(state)
-        if self.hold_schedulers and trainer.state.fn == "fit":
+        if trainer.state.fn == "fit":
             self._hold_schedulers(trainer)
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -197,17 +197,6 @@ def test_gradients_that_grow_over_time_are_exploding():
     assert issue_of(train(Grows(mlp(3)), steps=40), "exploding").severity == "critical"
 
 
-@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
-def test_spike_is_a_warning_with_its_step(path):
-    class Spikes(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * (1000 if batch_idx == 33 else 1)
-
-    issue = issue_of(train(Spikes(mlp(3)), steps=40), "exploding")
-    assert issue.severity == "warning"
-    assert "a spike at step 34" in issue.detail
-
-
 def test_drop_between_two_layers_is_a_bottleneck():
     net = mlp(8)
     net.insert(8, Scale(1e-4))  # after the linear layer 6; the next one is now 9

@@ -13,8 +13,8 @@ from lightning_opt.gradients.health.diagnosis import (
     Persistence,
     diagnose,
 )
+from lightning_opt.gradients.health.gradient_health import layer_rows, summarize
 from lightning_opt.gradients.health.layer_stats import LayerStats, ParameterStats, group_layers
-from lightning_opt.gradients.health.report import layer_rows, summarize
 
 
 def layer(name: str, flow: float = 1e-3, **more: Any) -> LayerStats:

@@ -246,13 +246,6 @@ def test_schedulers_wait_two_steps_later_on_a_device(monkeypatch):
     assert net.rates == pytest.approx([0.01 * k for k in (1, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10)])
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedulers_advance_without_hold_schedulers():
-    net = Net(9, PLANTED, warmup=True)
-    fit(net, lo.DynamicLossScale(hold_schedulers=False))
-    assert net.rates == pytest.approx([0.01 * k for k in (1, 2, 3, 4, 5, 6, 7, 8, 9)])
-
-
 def test_schedulers_wait_under_accumulation():
     """The window of batches 2 and 3 overflows; the scheduler steps once per window."""
     net = Net(10, {3: 1e30}, warmup=True)
@@ -421,7 +414,7 @@ def test_another_model_resets_the_scale():
 def test_plugin_can_be_created_by_lightning_cli(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fit"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    init_args = {"init_scale": 256.0, "growth_interval": 4, "hold_schedulers": False}
+    init_args = {"init_scale": 256.0, "growth_interval": 4, "patience": 3}
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(quiet, False)}
     trainer["plugins"] = [{"class_path": "lightning_opt.DynamicLossScale", "init_args": init_args}]
@@ -435,7 +428,7 @@ def test_plugin_can_be_created_by_lightning_cli(tmp_path, monkeypatch):
     )
     plugin = found.trainer.precision_plugin
     assert type(plugin) is lo.DynamicLossScale
-    assert (plugin.hold_schedulers, plugin.scaler.get_scale()) == (False, 256.0 * 2**5)
+    assert (plugin.patience, plugin.scaler.get_scale()) == (3, 256.0 * 2**5)
 
 
 @pytest.mark.parametrize(
