@@ -44,13 +44,6 @@ def test_grad_scale_of_a_fused_optimizer_is_the_loss_scale(optimizer_name):
     assert grad_scale(trainer, optimizer) == 1.0
 
 
-def test_grad_scale_is_one_after_unscaling():
-    optimizer, trainer, scaler, layer = scaled("SGD", fused=False)
-    scaler.unscale_(optimizer)  # as MixedPrecision does before the hook
-    assert layer.bias.grad == 1.0
-    assert grad_scale(trainer, optimizer) == 1.0
-
-
 def test_grad_scale_is_one_without_a_scaler():
     optimizer, trainer, _, layer = scaled("SGD", fused=True, enabled=False)
     assert layer.bias.grad == 1.0
@@ -63,12 +56,6 @@ def test_grad_scale_is_one_before_the_first_loss():
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), fused=True)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     assert grad_scale(trainer_with(plugin), optimizer) == 1.0
-
-
-def test_grad_scale_does_not_change_the_scaler():
-    optimizer, trainer, scaler, _ = scaled("SGD", fused=True)
-    grad_scale(trainer, optimizer)
-    assert not scaler._per_optimizer_states
 
 
 class Listener(GradientCallback):
@@ -206,16 +193,6 @@ def test_callback_drops_references_to_the_model():
     tested = Listener()
     run(SmallNet(), tested)
     assert not tested.names
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [lo.AdaptiveClipping, lo.NonFiniteGuard, lo.GradientHealth, lo.CurvatureMonitor,
-     lo.CurvaturePreconditioner],
-)  # fmt: skip
-def test_second_instance_raises(kind):
-    with pytest.raises(RuntimeError, match="more than one stateful"):  # by Lightning itself
-        run(SmallNet(), kind(), kind())
 
 
 def test_two_clipping_rules_keep_two_states(tmp_path):

@@ -149,9 +149,6 @@ def test_norm_whose_square_overflows_keeps_statistics_finite(make: Any, path: st
     assert 0.0 < thresholds_of(make(), [*norms, 1e6], path)[-1] < 100.0
 
 
-# --- resume ---------------------------------------------------------------------------------------
-
-
 # --- behaviour that other packages lack -----------------------------------------------------------
 
 

@@ -270,16 +270,6 @@ def test_nonfinite_gradients_stay_and_nonfinite_estimates_are_ignored():
     assert not torch.isfinite(gradient).any()
 
 
-def test_average_is_exponential_and_bias_corrected():
-    rule = DiagonalPreconditioner(0.9, 1.0, 1e-8, None)
-    values = [3.0, 1.0, -2.0, 5.0]
-    for value in values:
-        rule.update({"w": torch.tensor([value])})
-    weights = [0.9**age for age in range(4)][::-1]
-    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    assert rule.average()["w"].item() == pytest.approx(mean)
-
-
 # --- errors and unusual runs --------------------------------------------------------------------
 
 

@@ -66,23 +66,6 @@ class Lookahead(Optimizer):
         return loss
 
 
-class ScheduleFree(Evaluating):
-    """Defazio et al. (2024): counts and sums of weights in the group."""
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
-
-    def update(self) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            group["weight_sum"] += min(1.0, group["k"] / 4)
-        for group, parameter, gradient in self.trained():
-            share = min(1.0, group["k"] / 4) / group["weight_sum"]
-            z = self.state[parameter].setdefault("z", parameter.clone())
-            parameter.lerp_(z, share).add_(gradient, alpha=group["lr"] * (0.9 * (1 - share) - 1))
-            z.sub_(gradient, alpha=group["lr"])
-
-
 class SAM(Evaluating):
     """Foret et al. (2021): a second evaluation at weights that are moved along the gradient."""
 

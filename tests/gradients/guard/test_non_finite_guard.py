@@ -426,22 +426,6 @@ def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
     assert "lr_scale 1," not in guard.report().notes[-1]
 
 
-def test_state_dict_restores_every_count() -> None:
-    guard, restored = lo.NonFiniteGuard(), lo.NonFiniteGuard()
-    counts = {"consecutive": 2, "skipped": 3, "overflows": 4, "lr_scale": 0.25}
-    guard.escalation.state(1).update(counts)
-    guard.escalation.rollbacks = 5
-    guard._steps, guard._log.count = 6, 7
-    guard._log.events = [{"step": 8, "parameters": ["w"]}]
-    restored.load_state_dict(guard.state_dict())
-    assert restored.escalation.state(1) == {**counts, "history": {}}
-    assert restored.escalation.rollbacks == 5
-    assert restored.events == guard.events
-    assert restored.report().notes == guard.report().notes
-    assert restored.report().notes[0] == "The newest 1 of 7 events."
-    assert "After 6 steps" in restored.report().notes[1]
-
-
 def test_state_is_reset_for_another_model() -> None:
     guard = lo.NonFiniteGuard()
     fit(FaultyNet({3: "nan", 11: "nan"}), guard)

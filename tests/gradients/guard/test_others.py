@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_opt as lo
 from tests.gradients.faulty import FaultyNet, Lion, all_finite
-from tests.gradients.guard.optimizers import SAM, Lookahead, ScheduleFree, StableSPAM
+from tests.gradients.guard.optimizers import SAM, Lookahead, StableSPAM
 from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -28,7 +28,6 @@ def fit(model: Any, *callbacks: Any, **settings: Any) -> Any:
         (StableSPAM, False),
         (StableSPAM, True),
         (Lookahead, False),
-        (ScheduleFree, False),
         (SAM, False),
     ],
 )

@@ -287,15 +287,6 @@ def test_invalid_argument_raises_with_its_name(settings):
         lo.GradientHealth(**settings)
 
 
-def test_lbfgs_raises():
-    class Newton(SmallNet):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
-    with pytest.raises(ValueError, match="LBFGS"):
-        fit(lo.GradientHealth(), model=Newton())
-
-
 def test_each_activation_is_reduced_once(monkeypatch):
     """Nine modules in a row: one input and nine outputs."""
     reduced: list[int] = []

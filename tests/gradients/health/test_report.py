@@ -14,7 +14,7 @@ from lightning_opt.gradients.health.diagnosis import (
     diagnose,
 )
 from lightning_opt.gradients.health.gradient_health import layer_rows, summarize
-from lightning_opt.gradients.health.layer_stats import LayerStats, ParameterStats, group_layers
+from lightning_opt.gradients.health.layer_stats import LayerStats, ParameterStats
 
 
 def layer(name: str, flow: float = 1e-3, **more: Any) -> LayerStats:
@@ -186,9 +186,3 @@ def test_summary_without_issues_depends_on_earlier_nonfinite_steps():
     status, sentence = summarize([], 100, 2, nonfinite=2)
     assert status == "warning"
     assert "2 of 100 steps" in sentence
-
-
-def test_parameters_are_grouped_by_module_in_forward_order():
-    names = ("b.weight", "b.bias", "a.weight", "scale")
-    grouped = group_layers([ParameterStats(n, 1, True) for n in names], {"a": 0, "b": 1})
-    assert [(g.name, len(g.parameters)) for g in grouped] == [("a", 1), ("b", 2), ("(root)", 1)]

@@ -166,14 +166,6 @@ def test_scale_matches_a_manual_loop(fused, path):
     assert_same_weights(net, expected, rtol=0, atol=1e-6 if fused else 0.0)
 
 
-def test_defaults_match_the_page():
-    plugin = lo.DynamicLossScale()
-    assert fit(Net(3), plugin) == [65536.0] * 3
-    scaler = plugin.scaler
-    assert (scaler.get_backoff_factor(), scaler.get_growth_factor()) == (0.5, 2.0)
-    assert scaler.get_growth_interval() == 1000
-
-
 def test_scale_has_a_floor():
     planted = dict.fromkeys(range(6), 1e30)
     net, expected = Net(20, planted), Net(20, planted)
