@@ -90,9 +90,9 @@ class ClipTally:
             self.clipped = self.clipped + clip.clipped
         self._uncounted.append((norm, self.last["coefficient"] if clip.clipped is None else 1.0))
         if len(self._uncounted) >= MAX_UNCOUNTED:
-            self._count()
+            self._add_uncounted()
 
-    def _count(self) -> None:
+    def _add_uncounted(self) -> None:
         """Add the steps since the last sum to the counts, without waiting for the device."""
         if self._uncounted:
             norms, coefficients = map(stack_scalars, zip(*self._uncounted, strict=True))
@@ -104,7 +104,7 @@ class ClipTally:
         """Return the latest values and the counts as floats. Waits for the device once."""
         if not self.last:
             return {}
-        self._count()
+        self._add_uncounted()
         values = {**self.last, "clipped": self.clipped, "nonfinite": self.nonfinite}
         read = dict(zip(values, read_scalars(list(values.values())), strict=True))
         read["fraction"] = read.pop("clipped") / max(self.steps - read["nonfinite"], 1.0)
@@ -112,7 +112,7 @@ class ClipTally:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's state and the counts as plain types. Waits for the device."""
-        self._count()
+        self._add_uncounted()
         return {
             "rule": to_plain(self.state),
             "steps": self.steps,

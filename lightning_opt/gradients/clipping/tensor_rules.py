@@ -245,18 +245,18 @@ class UnitWise(ClippingRule):
         excluded = self._excluded(step)
         found = step.gradients
         chosen = [
-            (gradient, whole, _real(parameter), *self._unit(parameter))
+            (gradient, whole, _local_real(parameter), *self._unit(parameter))
             for parameter, gradient, whole in zip(
                 found.parameters, found.tensors, found.summed(), strict=True
             )
             # A sparse gradient holds only some rows, so its shape differs.
-            if parameter not in excluded and gradient.shape == _real(parameter).shape
+            if parameter not in excluded and gradient.shape == _local_real(parameter).shape
         ]
         if not chosen:
             return Clip(0.0)
         gradients, wholes, values, dims, groups = map(list, zip(*chosen, strict=True))
-        weights = _whole_norms(_unit_norms(values, dims), groups)
-        gradient_norms = _whole_norms(_unit_norms(wholes, dims, accumulate_dtype), groups)
+        weights = _combine_over_ranks(_unit_norms(values, dims), groups)
+        gradient_norms = _combine_over_ranks(_unit_norms(wholes, dims, accumulate_dtype), groups)
 
         device = gradients[0].device
         norm, weight = (
@@ -308,7 +308,7 @@ class UnitWise(ClippingRule):
         )
 
 
-def _real(parameter: Tensor) -> Tensor:
+def _local_real(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter. Complex numbers become pairs of real ones."""
     return as_real(local_part(parameter.detach()))
 
@@ -340,7 +340,7 @@ def _unit_norms(
     return norms
 
 
-def _whole_norms(norms: list[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
+def _combine_over_ranks(norms: list[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
     """Combine the ranks' norms of sharded units. A collective if any unit is sharded."""
     if not any(groups):
         return norms

@@ -137,7 +137,7 @@ class CurvatureMonitor(RunCallback):
         ) as loss:
             if loss is None:
                 return {}
-            product = _over_ranks(hessian_product(loss, params), step_groups(trainer))
+            product = _averaged_over_ranks(hessian_product(loss, params), step_groups(trainer))
             trace = estimate_trace(product, params, self.n_samples, generator)
             top = largest_eigenvalue(
                 product, params, self.max_iterations, self.tolerance, generator
@@ -163,7 +163,7 @@ class CurvatureMonitor(RunCallback):
         self.history = [dict(entry) for entry in state_dict["history"]]
 
 
-def _over_ranks(product: Product, groups: Groups) -> Product:
+def _averaged_over_ranks(product: Product, groups: Groups) -> Product:
     return lambda vectors: mean_over_ranks(product(vectors), groups)
 
 

@@ -227,7 +227,7 @@ class Detector:
                 two numbers gives all of them the same result.
         """
         if groups:
-            loss, norm = _over_ranks(loss, norm, reduce_on, groups[0])
+            loss, norm = _mean_loss_and_largest_norm(loss, norm, reduce_on, groups[0])
         if self._band is not None and "loss" not in history:
             history.update(loss=self._band.init(), norm=self._band.init())
         if isinstance(loss, Tensor) or isinstance(norm, Tensor):
@@ -266,7 +266,9 @@ class Detector:
         return Detection(*both.unbind(), *found.unbind())
 
 
-def _over_ranks(loss: Scalar, norm: Scalar, device: Any, group: Any) -> tuple[Scalar, Scalar]:
+def _mean_loss_and_largest_norm(
+    loss: Scalar, norm: Scalar, device: Any, group: Any
+) -> tuple[Scalar, Scalar]:
     """Return the mean loss and the largest norm over ranks; floats if both inputs are floats."""
     read = not (isinstance(loss, Tensor) or isinstance(norm, Tensor))
     own = stack_scalars([loss, norm]).to(device)

@@ -287,7 +287,7 @@ class Persistence:
         for key in [key for key in self._tracks if key not in found]:
             track = self._tracks[key]
             track["missed"] += 1
-            if track["missed"] >= REPORTS_TO_CLEAR or not _lasts(track):
+            if track["missed"] >= REPORTS_TO_CLEAR or not _is_persistent(track):
                 del self._tracks[key]
 
     def _key(self, finding: Issue) -> str:
@@ -303,7 +303,7 @@ class Persistence:
         Args:
             order: The position of each layer.
         """
-        lasting = [track for track in self._tracks.values() if _lasts(track)]
+        lasting = [track for track in self._tracks.values() if _is_persistent(track)]
         issues = []
         for kind in sorted({track["type"] for track in lasting}, key=list(ADVICE).index):
             tracks = [track for track in lasting if track["type"] == kind]
@@ -322,5 +322,5 @@ class Persistence:
         self._tracks = {key: dict(track) for key, track in state_dict.items()}
 
 
-def _lasts(track: Mapping[str, Any]) -> bool:
+def _is_persistent(track: Mapping[str, Any]) -> bool:
     return bool(track["seen"] >= REPORTS_NEEDED.get(track["type"], 1))

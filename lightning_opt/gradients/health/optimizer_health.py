@@ -120,7 +120,7 @@ class OptimizerHealth:
         """
         totals = self._read(parameters, order)
         self._window, self._first = NormWindow(), self.steps + 1
-        self._count(totals, scaled)
+        self._count_nonfinite(totals, scaled)
         medians = [entry["median"] for entry in self.timeline]
         bad = any(not math.isfinite(total) for _, total in totals)
         evidence = Evidence(
@@ -162,7 +162,7 @@ class OptimizerHealth:
         self.layers = group_layers(stats.values(), order)
         return totals
 
-    def _count(self, totals: list[tuple[int, float]], scaled: bool) -> None:
+    def _count_nonfinite(self, totals: list[tuple[int, float]], scaled: bool) -> None:
         for _, total in totals:
             if math.isfinite(total):
                 self._streak = 0
