@@ -1,4 +1,4 @@
-"""Memory readings, against the kernel, a fake file system and a fake driver."""
+"""Memory readings, against the kernel, psutil and a simulated allocator."""
 
 import gc
 import sys
