@@ -62,6 +62,9 @@ STARTUP_PREFIXES = (
 """Prefixes of variables that Python or a library may read only when it starts. A fork ignores
 changes since the start of the server."""
 
+MAX_SERVER_START = 600.0
+"""Maximum seconds for the fork server to import everything."""
+
 _lock = threading.Lock()
 _startup_variables_of_server: dict[str, str] = {}
 
@@ -124,7 +127,14 @@ def _launch_server(context: Any) -> None:
         forkserver.ensure_running()
     for server in set(here.children()) - set(before):
         Finalize(None, server.kill, exitpriority=-1)  # otherwise it ends seconds later
-    context.Process(target=os.getpid).start()  # returns when the server is ready
+    # The start of a process returns when the server is ready.
+    first_start = threading.Thread(target=context.Process(target=os.getpid).start, daemon=True)
+    first_start.start()
+    first_start.join(MAX_SERVER_START)
+    if first_start.is_alive():
+        raise RuntimeError(
+            f"The fork server did not import torch and Lightning within {MAX_SERVER_START:g} s."
+        )
 
 
 @contextlib.contextmanager
