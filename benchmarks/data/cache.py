@@ -12,7 +12,7 @@ import pickle
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +29,9 @@ from benchmarks.harness import parse_arguments, publish
 
 BYTES = 8192
 """Bytes of an item."""
+
+FILE = "data.mdb"
+"""Name of a cache's file."""
 
 
 class Vectors(Dataset[Tensor]):
@@ -130,11 +133,21 @@ def time_items(items: int, policy: Any, folder: str) -> dict[str, Any]:
     return {"policy": policy, "items": cache.statistics()["items"], "µs hit": hit, "µs miss": miss}
 
 
+def memory_of(processes: Iterable[psutil.Process]) -> int:
+    """Return the bytes of processes without their maps of the cache's file."""
+    maps = (part for process in processes for part in process.memory_maps())
+    return sum(part.pss for part in maps if not part.path.endswith(FILE))
+
+
+def memory_of_files() -> int:
+    """Return the bytes of caches in /dev/shm."""
+    return sum(512 * file.stat().st_blocks for file in Path("/dev/shm").rglob(FILE))
+
+
 def memory_of_all() -> int:
     """Return the bytes of this process, its children, and caches in /dev/shm."""
     process = psutil.Process()
-    own = sum(each.memory_full_info().pss for each in (process, *process.children()))
-    return own + sum(file.stat().st_size for file in Path("/dev/shm").glob("lightning_opt*/*"))
+    return memory_of((process, *process.children())) + memory_of_files()
 
 
 def memory(megabytes: int, workers: int) -> float:
@@ -153,7 +166,8 @@ def memory(megabytes: int, workers: int) -> float:
 
 def rank(rank: int, megabytes: int, folder: str, ranks: int, barrier: Any, taken: Any) -> None:
     """Fill a cache in shared memory as one of several ranks, and report the memory it took."""
-    before = psutil.Process().memory_full_info().uss
+    own = (psutil.Process(),)
+    before = memory_of(own)
     length = (megabytes << 20) // BYTES
     cache = lo.CachedDataset(
         Vectors(length), megabytes << 20, storage="disk", key="v1", folder=folder
@@ -163,8 +177,7 @@ def rank(rank: int, megabytes: int, folder: str, ranks: int, barrier: Any, taken
         for index in range((rank + part) % ranks, length, ranks):
             cache[index]
         barrier.wait()
-    shared = sum(file.stat().st_size for file in Path("/dev/shm").glob("lightning_opt*/*"))
-    taken.put(psutil.Process().memory_full_info().uss - before + shared / ranks)
+    taken.put(memory_of(own) - before + memory_of_files() / ranks)
     barrier.wait()
 
 

@@ -35,8 +35,11 @@ ITEM, USE, ORDER = b"0", b"1", b"2"
 TREE_PAGES = 3
 """Pages by which the tree may grow with one item."""
 
-GROWTH_BYTES = 1 << 20
-"""Bytes by which the file grows if it has no free page left in which to note an eviction."""
+GROWTH_BYTES = 64 * PAGESIZE
+"""Bytes by which the file grows if not a single eviction can be written into its free pages."""
+
+MAX_EVICTIONS = 4
+"""Transactions that evict, for one batch. LMDB uses freed pages again two transactions later."""
 
 _lock = threading.RLock()
 _environments: dict[Path, lmdb.Environment] = {}
@@ -117,11 +120,11 @@ class Store:
 
     def _begin(self, write: bool = False) -> lmdb.Transaction[memoryview]:
         environment = self._environment()
-        try:
-            return environment.begin(write=write, buffers=True)
-        except lmdb.MapResizedError:  # another process has grown the file
-            environment.set_mapsize(0)
-            return environment.begin(write=write, buffers=True)
+        while True:
+            try:
+                return environment.begin(write=write, buffers=True)
+            except lmdb.MapResizedError:  # another process has grown the file
+                environment.set_mapsize(0)
 
     def _fill_truncated_file(self) -> None:
         """Replace a missing end of the file with zeros: to read beyond the end kills a process."""
@@ -175,7 +178,7 @@ class Store:
             room = self.max_bytes - self.statistics()["bytes"]
             items = {name: data for name, data in items.items() if size_of(data) <= room}
         evicted = 0
-        while items:
+        for _ in range(MAX_EVICTIONS if items else 0):
             try:
                 return evicted + self._write(items)
             except lmdb.MapFullError:  # freed pages are in several pieces, or still in use
@@ -226,8 +229,11 @@ class Store:
                 while used_bytes(transaction.stat()) > target and remove_oldest(transaction):
                     evicted += 1
         except lmdb.MapFullError:
-            environment.set_mapsize(environment.info()["map_size"] + GROWTH_BYTES)
-            return self._make_room(size)
+            # A process still reads from freed pages: skip this batch. If there is no reader, the
+            # last transaction freed all of them, and no other one would ever succeed.
+            if not any(line.split()[-1] != "-" for line in environment.readers().splitlines()[1:]):
+                environment.set_mapsize(environment.info()["map_size"] + GROWTH_BYTES)
+            return 0
         self._touched = {}
         return evicted
 
