@@ -1,6 +1,6 @@
 """What CachedDataset costs: hits beside other stores, misses by the number of items, and memory.
 
-Supports: a hit takes at most twice the time of reading the same array from bare LMDB. The time of a
+Supports: a hit takes about twice the time of reading the same array from bare LMDB. The time of a
 miss in a full cache does not depend on the number of items. Four workers or two ranks that share a
 cache take its memory only once.
 """

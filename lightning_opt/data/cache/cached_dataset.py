@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_opt.data.cache.caching import Caching, Storage
 from lightning_opt.data.encoding import MISSING, Policy, decode, digest, encode
-from lightning_opt.data.randomness import find_randomness
+from lightning_opt.data.randomness import attributes_restored, find_randomness, same
 
 
 class CachedDataset(Caching, Dataset[Any]):
@@ -33,13 +33,14 @@ class CachedDataset(Caching, Dataset[Any]):
         key: A name for the version of the items, required on disk. Later runs find items by it and
             by the name of the dataset's class, so change it whenever the items change.
         folder: The folder of the file, for ``"disk"``; default is ``lightning_opt`` in the user's
-            cache folder. Datasets in the same folder share its limit.
+            cache folder. Each key has a limit of its own.
         allow_random: Skip the check for random items; the first draw is then cached.
 
     Raises:
         TypeError: For an iterable dataset; while fetching, for items that cannot be pickled.
-        ValueError: For arguments out of range, random items, ``"disk"`` without a key, and a folder
-            to which other users can write.
+        ValueError: For arguments out of range, random items, ``"disk"`` without a key, a folder to
+            which other users can write, and a key under which other items are stored (three of the
+            items are compared).
 
     Example:
         >>> import torch
@@ -78,6 +79,23 @@ class CachedDataset(Caching, Dataset[Any]):
                 "allow_random=True."
             )
         self._open(max_bytes, policy, storage, key, folder, kind)
+        if storage == "disk" and not allow_random:
+            self._raise_if_items_differ()
+
+    def _raise_if_items_differ(self) -> None:
+        """Compare some items with those stored under this key, and store them if there are none."""
+        with attributes_restored(self.dataset):
+            for index in _probes(self.dataset):
+                encoded = encode(self.dataset[index])
+                stored = self._store.get(_name(index), decode)
+                if stored is MISSING:
+                    self._store.put({_name(index): encoded})
+                elif not same(stored, decode(encoded)):
+                    raise ValueError(
+                        f"Item {index!r} differs from the one stored under this key in "
+                        f"{self._store.folder}. Give each dataset, such as training and validation "
+                        "data, its own key=, and change it whenever the items change."
+                    )
 
     def __len__(self) -> int:
         return len(self.dataset)
