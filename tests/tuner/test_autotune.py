@@ -13,21 +13,19 @@ BASE = {"accelerator": "cpu", "devices": 1}
 
 CANDIDATES: dict[str, Any] = {
     "less sleep": added("Faster"),
-    "bfloat16": added("Autocast", dtype="bfloat16"),
-    "wrong autocast": added("Autocast", dtype="float16"),
-    "frozen": added("Freezing"),
-    "small steps": added("Stumbling"),
-    "flipped": added("Flipping"),
+    "wrong autocast": added("Autocast"),
     "raises": added("Failing"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_wrong_learning_is_rejected_and_failures_are_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time that a trial is measured."""
     monkeypatch.setattr("lightning_opt.tuner.autotune.BLOCK_SECONDS", (0.1, 0.1))
+
+
+@pytest.mark.slow
+def test_wrong_learning_is_rejected_and_failures_are_reported(short_blocks: None) -> None:
     candidates = [{name: settings} for name, settings in CANDIDATES.items()]
     result = lo.autotune(  # the budget must not end the search on a busy machine
         MODEL, DATA, budget="25m", base=BASE, candidates=candidates, progress=False
@@ -35,34 +33,19 @@ def test_wrong_learning_is_rejected_and_failures_are_reported(
 
     trials = {trial.name: trial for trial in result.trials}
     verdicts = {name: trials[name].verdict for name in CANDIDATES}
-    assert verdicts == {
-        "less sleep": "accepted",
-        "bfloat16": "accepted",
-        "wrong autocast": "rejected",
-        "frozen": "rejected",
-        "small steps": "rejected",
-        "flipped": "rejected",
-        "raises": "error",
-    }
+    assert verdicts == {"less sleep": "accepted", "wrong autocast": "rejected", "raises": "error"}
     assert trials["less sleep"].agreement == pytest.approx(1), "the same seed and batches"
-    assert 0.9 < (trials["bfloat16"].agreement or 0) < 0.99999
-    assert "layers.0" in trials["frozen"].why
-    assert "times as far" in trials["small steps"].why
-    assert "has another direction" in trials["flipped"].why
     assert "planted" in trials["raises"].why
     assert "planted" in trials["raises"].details
     assert result.complete
-    assert "less sleep" in result.switches or "bfloat16" in result.switches
-    wrong = {"wrong autocast", "frozen", "small steps", "flipped"}
-    assert not wrong & set(result.switches)
+    assert result.switches == ("less sleep",)
     explanation = result.explain()
-    for name in wrong:
-        assert f"Rejected: {name} does not learn the same;" in explanation
+    assert "Rejected: wrong autocast does not learn the same;" in explanation
     assert "Failed (error): raises" in explanation
 
 
 @pytest.mark.slow
-def test_budget_starts_after_the_baseline_and_allows_one_trial() -> None:
+def test_budget_starts_after_the_baseline_and_allows_one_trial(short_blocks: None) -> None:
     """Both the baseline and the trial take longer to start than the budget."""
     model = f"{MODEL.partition(':')[0]}:SlowStart"
     candidates = [{"less sleep": added("Faster")}]
