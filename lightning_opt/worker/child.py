@@ -60,7 +60,8 @@ STARTUP_PREFIXES = (
     "PYTORCH", "TORCH",
 )  # fmt: skip
 """Prefixes of variables that Python or a library may read only when it starts. A fork ignores
-changes since the start of the server."""
+changes since the start of the server. ``PYTHONPATH`` is no such variable: a run sets its own
+``sys.path``."""
 
 MAX_SERVER_START = 600.0
 """Maximum seconds for the fork server to import everything."""
@@ -104,7 +105,9 @@ def _context(environment: dict[str, str], module: str) -> Any:
     """Choose the fork server's context if its forks behave like new processes, else spawn's."""
     if sys.platform == "linux" and not torch.cuda.is_available():
         read_at_start = {
-            name: value for name, value in environment.items() if name.startswith(STARTUP_PREFIXES)
+            name: value
+            for name, value in environment.items()
+            if name.startswith(STARTUP_PREFIXES) and name != "PYTHONPATH"
         }
         if _startup_variables_of_server in ({}, read_at_start):
             context = multiprocessing.get_context("forkserver")

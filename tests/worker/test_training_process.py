@@ -126,6 +126,14 @@ def test_callbacks_of_created_settings_are_timed_and_pauses_are_not():
 
 
 @pytest.mark.slow
+def test_changed_import_path_keeps_the_fork_server(fit, monkeypatch, tmp_path):
+    (tmp_path / "added_module.py").write_text("from tests.worker.test_training_process import Net")
+    assert is_forked(fit)
+    monkeypatch.syspath_prepend(tmp_path)
+    with TrainingProcess("added_module:Net", rows, CPU) as other:
+        assert is_forked(other)
+
+
 def test_changed_early_variable_starts_a_new_interpreter(fit, monkeypatch):
     """The fork server has imported torch without that variable."""
     monkeypatch.setenv("OMP_THREAD_LIMIT", "3")
