@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.fork_server import share_fork_server, use_fork_server
+
 IMPORTED = 200_000
 """Fewer objects than torch and Lightning create when imported, more than a test creates."""
 
@@ -29,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        use_fork_server(config.workerinput["fork_server"])
     if config.getoption("quick"):
         config.option.markexpr = config.option.markexpr or "not slow and not distributed"
         config.option.reportchars = "fE"  # skips are expected
@@ -117,6 +121,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             (multiprocessing.process.BaseProcess, "start"),
         ):
             setattr(owner, name, _skips(getattr(owner, name)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["fork_server"] = share_fork_server()
 
 
 def _skips(method: Callable[..., Any]) -> Callable[..., Any]:

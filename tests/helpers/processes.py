@@ -23,12 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.fork_server import PRELOAD
+
 GRACE = 5.0
 """Seconds for the other processes to report their error after the first failure."""
-
-
-PRELOAD = ["tests", "lightning.pytorch", "torch.distributed.fsdp", "pytest"]
-"""Modules that the fork server imports."""
 
 
 def launch(

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.worker.recipes import import_attribute, instantiate
 from lightning_opt.worker.training_process import FitFailed, Step, TrainingProcess
+from tests.helpers.fork_server import share_fork_server, use_fork_server
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.profiling import fitting
@@ -177,8 +178,9 @@ def test_workers_prepare_no_batches_during_a_pause(tmp_path):
         assert file.stat().st_size > made
 
 
-def leave_one_open() -> tuple[int, int, str]:
+def leave_one_open(server: dict[str, Any]) -> tuple[int, int, str]:
     """Start a training in a rank of a cluster, and leave it open."""
+    use_fork_server(server)
     multiprocessing.current_process().daemon = False  # which may not have children
     os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes"}
     fit = TrainingProcess(Net, rows, CPU)
@@ -191,7 +193,7 @@ LEFT_OPEN: list[TrainingProcess] = []
 
 
 def test_process_with_an_open_training_exits_and_ignores_its_rank():
-    ((pid, devices, rank),) = launch(leave_one_open, processes=1)
+    ((pid, devices, rank),) = launch(leave_one_open, share_fork_server(), processes=1)
     assert (devices, rank) == (1, "0")
     assert gone(pid)
 
@@ -199,35 +201,27 @@ def test_process_with_an_open_training_exits_and_ignores_its_rank():
 TWO_RANKS = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_ranks_pause_and_step_together():
-    with TrainingProcess(Net, rows, TWO_RANKS) as fit:
-        steps = fit.advance(3)
-        fit.advance(2)
-        assert {step.samples for step in steps} == {8}
-        assert fit.summary["devices"] == 2
-        pids = [fit.summary["pid"], *children_of(fit)]
-        assert len(pids) >= 2
-    assert all(gone(pid) for pid in pids)
-
-
 class FailsOnRank1(Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
+        if trainer.global_rank == 1 and trainer.global_step == 5:
             raise ArithmeticError("planted on rank 1")
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_failure_of_another_rank_is_the_reason():
-    """Rank 0 then fails too, because its connection is closed."""
+def test_two_ranks_step_together_and_the_first_failure_is_reported():
+    """Rank 0 also fails then, because its connection is closed."""
     with TrainingProcess(Net, rows, lambda: {**TWO_RANKS, "callbacks": [FailsOnRank1()]}) as fit:
-        fit.advance(2)
+        steps = [*fit.advance(3), *fit.advance(2)]
+        assert {step.samples for step in steps} == {8}
+        assert fit.summary["devices"] == 2
+        pids = [fit.summary["pid"], *children_of(fit)]
+        assert len(pids) >= 2
         with pytest.raises(FitFailed, match="ArithmeticError: planted on rank 1") as failure:
             fit.advance(2)
     assert failure.value.kind == "error"
     assert "in on_train_batch_start" in failure.value.details
+    assert all(gone(pid) for pid in pids)
 
 
 # --- failures ------------------------------------------------------------------------------------

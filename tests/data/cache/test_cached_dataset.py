@@ -22,7 +22,8 @@ from lightning_opt.data.encoding import decode, encode
 from lightning_opt.data.randomness import same
 from tests.data import datasets
 from tests.data.datasets import Batched, Counting, Lazy, Numbers
-from tests.helpers.processes import PRELOAD, launch
+from tests.helpers.fork_server import PRELOAD
+from tests.helpers.processes import launch
 
 MB = 2**20
 STORAGES = ["memory", "disk"]

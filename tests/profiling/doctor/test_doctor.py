@@ -1,5 +1,6 @@
 """The checklist: planted problems are found, and a healthy run has none."""
 
+import gc
 import json
 import math
 import re
@@ -67,9 +68,10 @@ class Healthy(SmallNet):
 def _diagnose_healthy_and_leaking(folder):
     """Diagnose a healthy and a leaking run, in a process without other leaks."""
     L.seed_everything(0, verbose=False)
+    gc.freeze()  # the detector visits every object that is not frozen
     callbacks = [
         *watchers(threshold=0.5),
-        lo.LeakDetector(every_n_steps=5, warmup_steps=40),
+        lo.LeakDetector(every_n_steps=10, warmup_steps=40),
         lo.MemoryProfiler(every_n_steps=70, file=None),
         ModelCheckpoint(folder),
     ]
