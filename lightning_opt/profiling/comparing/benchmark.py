@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_opt.core.arguments import check_at_least, check_between, check_positive, check_share
+from lightning_opt.core.arguments import check_at_least, check_between, check_positive
 from lightning_opt.core.measure.timing import time_calls, time_in_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.output.report import Report
@@ -72,14 +72,13 @@ def benchmark(
     min_seconds: float = 0.005,
     rounds: int = 30,
     device: torch.device | str | None = None,
-    confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> BenchmarkResult:
     """Time functions in turns, and test whether they differ.
 
     Each function is timed once per round, in rotating order, so that a slow moment of the machine
     affects all of them. The ratio to the first function is the median of the ratios within rounds.
-    Its interval allows for outliers and for correlated rounds. It also allows for a constant
+    Its 95% interval allows for outliers and for correlated rounds. It also allows for a constant
     difference of half a percent, which two equal functions in a process can have.
 
     ``"no difference"`` means that the interval contains 1, or that the ratio is within
@@ -95,7 +94,6 @@ def benchmark(
         rounds: Timings of each function.
         device: The device to wait for at both ends of a timing. None: the GPU if torch has
             initialized one, else the CPU.
-        confidence: Confidence level of the interval.
         tolerance: Smaller differences count as no difference: 0.01 is one percent.
 
     Raises:
@@ -113,7 +111,6 @@ def benchmark(
     check_at_least("warmup", warmup, 0)
     check_at_least("rounds", rounds, 2)
     check_positive("min_seconds", min_seconds)
-    check_share("confidence", confidence)
     check_between("tolerance", tolerance, 0.0, 1.0)
     place = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
     with _automatic_collection_off():
@@ -136,12 +133,12 @@ def benchmark(
     ratios = {}
     for name in others:
         pairs = list(zip(seconds[first], seconds[name], strict=True))
-        ratio = compare_pairs([pairs], confidence=confidence, offset=OFFSET, tolerance=tolerance)
+        ratio = compare_pairs([pairs], offset=OFFSET, tolerance=tolerance)
         if ratio is not None:
             ratios[name] = ratio
     notes = [f"{rounds} rounds, each function once a round; garbage collected between rounds."]
     if ratios:
-        notes.append(verdict_note(ratios, confidence, tolerance))
+        notes.append(verdict_note(ratios, tolerance))
     return BenchmarkResult(seconds, ratios, calls, notes)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_opt.core.arguments import check_at_least, check_between, check_positive, check_share
+from lightning_opt.core.arguments import check_at_least, check_between, check_positive
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.measure.timing import rotated, take_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
@@ -45,12 +45,12 @@ class Measured:
         return self.report.to_markdown()
 
 
-def verdict_note(ratios: Mapping[str, Ratio], confidence: float, tolerance: float) -> str:
+def verdict_note(ratios: Mapping[str, Ratio], tolerance: float) -> str:
     """Explain the verdicts, and state the smallest detectable difference."""
     margin = max(ratio.high / ratio.value - 1 for ratio in ratios.values())
     return (
-        f"Ratios with {100 * confidence:g}% intervals. No difference: the interval contains 1, or "
-        f"the ratio is within {100 * tolerance:g}% of it. A difference of less than about "
+        "Ratios with 95% intervals. No difference: the interval contains 1, or the ratio is within "
+        f"{100 * tolerance:g}% of it. A difference of less than about "
         f"{100 * max(margin, tolerance):.1f}% would not have been seen here."
     )
 
@@ -107,7 +107,7 @@ class Comparison(Measured):
         runs: All steps of each configuration.
     """
 
-    def __init__(self, runs: Mapping[str, Run], *, confidence: float, tolerance: float) -> None:
+    def __init__(self, runs: Mapping[str, Run], *, tolerance: float) -> None:
         self.runs = dict(runs)
         self.failures = {name: run.failure for name, run in runs.items() if run.failure is not None}
         finished = {name: run for name, run in runs.items() if not run.failure and run.timed}
@@ -119,9 +119,7 @@ class Comparison(Measured):
         if first in finished:
             for name in [name for name in finished if name != first]:
                 pairs = self._pairs(finished[first], finished[name])
-                ratio = compare_pairs(
-                    pairs, confidence=confidence, offset=OFFSET, tolerance=tolerance
-                )
+                ratio = compare_pairs(pairs, offset=OFFSET, tolerance=tolerance)
                 if ratio is not None:
                     ratios[name] = ratio
         self.ratios = ratios
@@ -129,7 +127,7 @@ class Comparison(Measured):
         rows = [self._row(run, name == first, losses.get(name)) for name, run in runs.items()]
         notes = self._notes(finished, first)
         if ratios:
-            notes.append(verdict_note(ratios, confidence, tolerance))
+            notes.append(verdict_note(ratios, tolerance))
         super().__init__(Report("Steps of the Trainer", rows, notes), ratios)
 
     def _pairs(self, first: Run, other: Run) -> list[list[tuple[float, float]]]:
@@ -231,7 +229,6 @@ def compare(
     seed: int = 0,
     seconds: float | None = None,
     timeout: float = 120.0,
-    confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> Comparison:
     """Train under several Trainer configurations in turns, and test whether they differ.
@@ -242,7 +239,7 @@ def compare(
     than another with the same settings. If a configuration fails, its row states the failure, and
     the other configurations continue.
 
-    ``"no difference"`` means that the confidence interval of the ratio to the first configuration
+    ``"no difference"`` means that the 95% interval of the ratio to the first configuration
     contains 1, or that the ratio is within ``tolerance`` of 1. It does not prove that the two are
     equal. The interval, and a note below the table, give the smallest detectable difference.
 
@@ -267,7 +264,6 @@ def compare(
         seconds: Time limit. The result then contains the measurements so far, but at least two
             turns of each run.
         timeout: Maximum seconds for the start of a run, and for each turn.
-        confidence: Confidence level of the interval.
         tolerance: Smaller differences count as no difference: 0.01 is one percent.
 
     Raises:
@@ -299,7 +295,6 @@ def compare(
             f"There must be at least one step per turn: steps is {steps} and rounds {rounds}."
         )
     check_positive("timeout", timeout)
-    check_share("confidence", confidence)
     check_between("tolerance", tolerance, 0.0, 1.0)
     if seconds is not None:
         check_positive("seconds", seconds)
@@ -313,7 +308,7 @@ def compare(
         _train_in_turns(recipe, alive, runs, start, steps, rounds, warmup, deadline)
         if time.monotonic() >= end:
             break
-    return Comparison(runs, confidence=confidence, tolerance=tolerance)
+    return Comparison(runs, tolerance=tolerance)
 
 
 def _train_in_turns(

@@ -293,8 +293,7 @@ def _judge_throughput(record: Record, slowdown: Slowdown | None, *, watched: boo
         return Verdict("throughput", "look", finding, advice, gain=1 - use / 100)
     if not watched:
         finding = f"{step}; slowdowns were not monitored."
-        advice = "Keep slowdown=0.1 in PerformanceMonitor."
-        return Verdict("throughput", "unknown", finding, advice)
+        return Verdict("throughput", "unknown", finding, "Set slowdown=0.1.")
     return Verdict("throughput", "ok", f"{step}, and throughput has not fallen.")
 
 

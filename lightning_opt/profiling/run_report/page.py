@@ -38,13 +38,6 @@ RESOLVED = {
 }  # fmt: skip
 """Values that Lightning uses for Trainer arguments that are None."""
 
-SOURCES = {
-    "Where a step's time goes": "RunReport(measure=True) or StepProfiler()",
-    "Memory": "MemoryProfiler()",
-    "Gradient RMS by layer": "GradientHealth()",
-}
-"""Pictures that every run can have, and the source of their measurements."""
-
 
 def build_page(trainer: pl.Trainer, sentence: str, folder: Path, images: bool = False) -> str:
     """Return the page as HTML.
@@ -63,16 +56,14 @@ def build_page(trainer: pl.Trainer, sentence: str, folder: Path, images: bool = 
         for v in verdicts
         if v.state == "look"
     ]
-    pictures = _pictures(trainer, folder, images)
     hints = [f"{TOPICS[v.topic]} {v.advice}" for v in verdicts if v.state == "unknown"]
-    hints += [f"The picture {t!r} needs {s}." for t, s in SOURCES.items() if t not in pictures]
     tables = [table for part in parts_of(trainer) for table in _tables(part)]
     return page.format(
         title=escape(f"Run report · {model} · {datetime.now():%Y-%m-%d %H:%M}"),
         style=style,
         sentence=escape(sentence),
         findings="".join(findings[:3]) or "<li>The checks found nothing to improve.</li>",
-        pictures=pictures,
+        pictures=_pictures(trainer, folder, images),
         hints="".join(f"<li>{escape(hint)}</li>" for hint in hints),
         tables="".join(TABLE.format(escape(each.title), each.to_html()) for each in tables)
         or "<p>No callback of this run has a report.</p>",

@@ -39,7 +39,7 @@ EVENTS = {
     "skip": ("skipped", ORANGE, "v"), "backoff": ("learning rate reduced", OLIVE, "v"),
     "rollback": ("rolled back", RED, "<"), "raise": ("stopped by a fault", RED, "X"),
     "split": ("out of memory, batch split", PURPLE, "s"), "clipped": ("clipped", GREY, "|"),
-    "out of memory": ("out of memory", PURPLE, "X"), "validation": ("validation", GREEN, "|"),
+    "out of memory": ("out of memory", PURPLE, "X"),
 }  # fmt: skip
 """Label, colour and marker of an event, by its action or kind."""
 
@@ -51,13 +51,11 @@ class Panel(NamedTuple):
         unit: The label of the y axis; empty for a heat map with one row per series.
         lines: Line style by key pattern. The style ``steps`` holds a value until the next one.
         bands: Label and colour of each stacked band, by key pattern. The first match counts.
-        x: The label of the x axis.
     """
 
     unit: str
     lines: Mapping[str, str] = {}
     bands: Mapping[str, tuple[str, str]] = {}
-    x: str = "step"
 
 
 LOSS = Panel("loss", {"loss": "-", "validation/.*": ".--"})
@@ -83,7 +81,6 @@ PICTURES = {
     "Memory": (MEMORY,),
     "Gradient RMS by layer": (Panel("", {"layers/.*": ""}),),
     "Batch sizes and communication": (SIZES, Panel("bytes sent per step", {"comm/bytes": ".-"})),
-    "Ranks": (Panel("busy ms per step", {"ranks/.*": "bars"}, x="rank"),),
 }
 
 
@@ -98,11 +95,11 @@ class Data(NamedTuple):
         pattern = re.compile("|".join(patterns))
         return {key: p for key, p in self.series.items() if p and pattern.fullmatch(key)}
 
-    def last(self, x: str) -> float:
-        """Return the last step of the run; the last rank if ``x`` is ``"rank"``."""
-        found = self.find("ranks/.*" if x == "rank" else "(?!ranks/).*").values()
-        events = self.events if x == "step" else ()
-        return max(1, *(point[0] for points in (*found, events) for point in points[-1:]))
+    @property
+    def last(self) -> float:
+        """The last step of the run."""
+        found = (*self.series.values(), self.events)
+        return max(1, *(point[0] for points in found for point in points[-1:]))
 
     def panels(self, title: str) -> list[Panel]:
         """Return the panels of a picture that have data."""
@@ -121,9 +118,8 @@ def draw(title: str, data: Data, inches: float) -> Figure:
             (_plot if panel.unit else _heat_map)(figure, axes, panel, data)
             axes.locator_params("x", integer=True)
             axes.xaxis.set_major_formatter("{x:,g}")
-        last = data.last(panel.x)
-        margin = 0.5 if panel.x == "rank" else 0.01 * last
-        axes.set(xlabel=panel.x, xlim=(-margin, last + margin))
+        margin = 0.01 * data.last
+        axes.set(xlabel="step", xlim=(-margin, data.last + margin))
     return figure
 
 
@@ -131,12 +127,10 @@ def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
     totals = _stack(axes, panel.bands, data)
     for pattern, style in panel.lines.items():
         for key, points in data.find(pattern).items():
-            label = re.sub("^(profile|validation|ranks)/", "", key)
+            label = re.sub("^(profile|validation)/", "", key)
             xs, ys = zip(*points, strict=True)
             if style == "steps":
-                axes.step([*xs, data.last(panel.x)], [*ys, ys[-1]], where="post", label=label)
-            elif style == "bars":
-                axes.bar(xs, ys, 0.5, label=label)
+                axes.step([*xs, data.last], [*ys, ys[-1]], where="post", label=label)
             else:
                 axes.plot(xs, ys, style, label=label)
     _choose_range(axes, totals)

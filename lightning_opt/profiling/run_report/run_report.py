@@ -138,11 +138,9 @@ class RunReport(RunCallback):
         if not self._is_fitting or trainer.sanity_checking:
             return
         step, metrics = logged_step(trainer), trainer.callback_metrics
-        losses = [name for name in metrics if "val" in name and "loss" in name]
-        for name in losses:
-            self._history.add(f"validation/{name}", step, float(metrics[name]))
-        if not losses:
-            self.events.append({"step": step, "kind": "validation"})
+        for name in metrics:
+            if "val" in name and "loss" in name:
+                self._history.add(f"validation/{name}", step, float(metrics[name]))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the final page. The other callbacks' ``on_train_end`` has run before."""

@@ -18,24 +18,6 @@ from lightning_opt.profiling.steps.phase_clock import (
 
 
 @dataclass
-class Ranks:
-    """Busy seconds per step of each rank. Waits for other ranks are excluded."""
-
-    busy: list[float]
-
-    @property
-    def slowest(self) -> int:
-        """The rank with the most busy time. The others wait for it."""
-        return max(range(len(self.busy)), key=self.busy.__getitem__)
-
-    @property
-    def lag(self) -> float:
-        """Seconds per step by which the slowest rank exceeds the mean of the others."""
-        others = [value for rank, value in enumerate(self.busy) if rank != self.slowest]
-        return self.busy[self.slowest] - sum(others) / max(1, len(others))
-
-
-@dataclass
 class Measures:
     """All measurements of one run, in bounded memory.
 
@@ -44,13 +26,12 @@ class Measures:
         clock: Durations by phase, and the steps that count.
         wall: Seconds of the run; None during the run.
         batches: Number of training batches.
-        optimizer_steps: Number of optimizer steps.
         flops: FLOPs of the first batch; None if not counted.
         flops_units: Tokens in the first batch, or samples if tokens are not counted.
         peak: The device's peak FLOPs per second; None if unknown.
         world_size: The number of ranks.
         bytes: Bytes moved in each region, by the region's name.
-        ranks: The busy time of each rank; None with one rank.
+        ranks: Busy seconds per step of each rank, without waits for other ranks; empty with one.
         notes: Further notes for the report.
     """
 
@@ -58,13 +39,12 @@ class Measures:
     clock: PhaseClock
     wall: float | None = None
     batches: int = 0
-    optimizer_steps: int = 0
     flops: Flops | None = None
     flops_units: int = 0
     peak: float | None = None
     world_size: int = 1
     bytes: dict[str, float] = field(default_factory=dict)
-    ranks: Ranks | None = None
+    ranks: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def rates_of(self, work: Work) -> dict[str, float]:
@@ -138,12 +118,12 @@ class Measures:
             spent = clock.durations.get(self.clock.phases.number(name, on_device=True))
             if spent is not None and spent.total:
                 notes.append(f"{name.capitalize()}: {moved / spent.total / 1e9:.4g} GB/s.")
-        if self.ranks is not None:
-            busy, slowest = self.ranks.busy, self.ranks.slowest
+        if self.ranks:
+            most = max(self.ranks)
+            lag = most - (sum(self.ranks) - most) / (len(self.ranks) - 1)
             notes.append(
-                f"Slowest rank: {slowest}, busy {1e3 * busy[slowest]:.3g} ms per batch, "
-                f"{1e3 * self.ranks.lag:.3g} ms ({100 * self.ranks.lag / busy[slowest]:.1f}%) more "
-                "than the mean of the others."
+                f"Slowest rank: {self.ranks.index(most)}, busy {1e3 * most:.3g} ms per batch, "
+                f"{1e3 * lag:.3g} ms ({100 * lag / most:.1f}%) more than the mean of the others."
             )
         if self.clock.device is not None:
             notes.append(

@@ -183,14 +183,6 @@ class StepProfiler(BaseProfiler):
         """
         return self.measures(stage).report()
 
-    def series(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the busy milliseconds per step of each rank; empty with one rank."""
-        measures = self._runs.get("fit")
-        if measures is None or measures.ranks is None:
-            return {}
-        busy = [1e3 * seconds for seconds in measures.ranks.busy]
-        return {"ranks/busy_ms": list(enumerate(busy))}
-
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on the longest phase and on waiting for data."""
         measures = self._runs.get("fit")

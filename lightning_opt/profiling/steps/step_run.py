@@ -19,7 +19,7 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps import phase_clock as phases
 from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
-from lightning_opt.profiling.steps.step_measures import Measures, Ranks
+from lightning_opt.profiling.steps.step_measures import Measures
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -162,10 +162,8 @@ class StepRun:
         self._hooks = None
 
     def _end_training(self) -> None:
-        trainer, measures = self.trainer, self.measures
         if self.clock.depth == 0:
             self.clock.set_default_phase(phases.TEARDOWN)
-        measures.optimizer_steps = trainer.global_step
         self._gather_busy_seconds()
         self._log()
 
@@ -178,7 +176,7 @@ class StepRun:
         gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, own)
         # `tolist` waits for the device, once per fit.
-        self.measures.ranks = Ranks(torch.cat(gathered).tolist())
+        self.measures.ranks = torch.cat(gathered).tolist()
 
     def _log(self) -> None:
         seconds, window_totals = self.clock.end_window()

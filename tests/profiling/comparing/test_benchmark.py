@@ -125,7 +125,7 @@ def test_error_restores_garbage_collection():
         (print, {"rounds": 1}, ValueError, "rounds"),
         (print, {"iterations": 0}, ValueError, "iterations"),
         (print, {"min_seconds": 0}, ValueError, "min_seconds"),
-        (print, {"confidence": 2}, ValueError, "confidence"),
+        (print, {"tolerance": 2}, ValueError, "tolerance"),
     ],
 )
 def test_invalid_arguments_raise(functions, settings, error, message):

@@ -129,7 +129,7 @@ def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 
 
 
 def compared(*runs: Run) -> Comparison:
-    return Comparison({run.name: run for run in runs}, confidence=0.95, tolerance=0.01)
+    return Comparison({run.name: run for run in runs}, tolerance=0.01)
 
 
 def test_loss_is_read_after_the_fewest_steps():

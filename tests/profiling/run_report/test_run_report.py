@@ -401,7 +401,6 @@ def test_page_lists_settings_and_what_was_not_measured(tmp_path):
     assert torch.__version__ in settings["machine"]
     hints = read(tmp_path).texts("pictures", "li")
     assert "Are the gradients healthy? GradientHealth() checks every layer." in hints
-    assert "The picture 'Gradient RMS by layer' needs GradientHealth()." in hints
 
 
 # --- loggers, notebooks, matplotlib -------------------------------------------------------------
@@ -561,7 +560,6 @@ def test_rank_0_writes_the_page_without_a_collective(tmp_path):
     assert plain
     assert files == ["report.html"]
     page = read(tmp_path / "report" / "csv" / "version_0")
-    assert "Ranks" in titles_of(page)
     assert any("Slowest rank" in text for text in page.texts("reports", "p"))
 
 
