@@ -31,8 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        use_fork_server(config.workerinput["fork_server"])
+    shared = getattr(config, "workerinput", {}).get("fork_server")
+    if shared is not None:
+        use_fork_server(shared)
     if config.getoption("quick"):
         config.option.markexpr = config.option.markexpr or "not slow and not distributed"
         config.option.reportchars = "fE"  # skips are expected
@@ -125,7 +126,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["fork_server"] = share_fork_server()
+    if not node.config.getoption("quick"):
+        node.workerinput["fork_server"] = share_fork_server()
 
 
 def _skips(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -128,16 +128,25 @@ def _launch_server(context: Any) -> None:
     before = here.children()
     with defer_ctrl_c():
         forkserver.ensure_running()
-    for server in set(here.children()) - set(before):
-        Finalize(None, server.kill, exitpriority=-1)  # otherwise it ends seconds later
-    # The start of a process returns when the server is ready.
-    first_start = threading.Thread(target=context.Process(target=os.getpid).start, daemon=True)
-    first_start.start()
-    first_start.join(MAX_SERVER_START)
-    if first_start.is_alive():
+    servers = set(here.children()) - set(before)
+
+    def kill() -> None:
+        for server in servers:
+            with contextlib.suppress(psutil.Error):
+                server.kill()
+
+    Finalize(None, kill, exitpriority=-1)  # otherwise it ends seconds later
+    limit = threading.Timer(MAX_SERVER_START, kill)
+    limit.daemon = True
+    limit.start()
+    try:
+        context.Process(target=os.getpid).start()  # returns when the server is ready
+    except (EOFError, OSError) as error:
         raise RuntimeError(
             f"The fork server did not import torch and Lightning within {MAX_SERVER_START:g} s."
-        )
+        ) from error
+    finally:
+        limit.cancel()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Starting processes, and the pauses of a StepGate, with simulated devices."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.worker import child, gate
 from lightning_opt.worker.gate import Step, StepGate
+from tests.helpers.processes import launch
 
 
 def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,17 @@ def test_ctrl_c_during_a_start_closes_the_pipe(monkeypatch: pytest.MonkeyPatch) 
     ours, theirs = ends
     assert theirs.closed
     ours.close()
+
+
+def _start_within_no_time() -> None:
+    multiprocessing.current_process().daemon = False  # which may not have children
+    child.MAX_SERVER_START = 0.0
+    with pytest.raises(RuntimeError, match="did not import torch and Lightning within 0 s"):
+        child.start_process(wait_for_eof)
+
+
+def test_start_of_the_fork_server_has_a_limit() -> None:
+    launch(_start_within_no_time, processes=1)
 
 
 class Distributed:
