@@ -14,7 +14,7 @@ from typing import Any
 from lightning_opt.core.arguments import check_at_least, check_between, check_positive
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.measure.timing import rotated, take_turns
-from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
+from lightning_opt.core.numerics.ratios import Ratio, compare_pairs
 from lightning_opt.core.output.report import Report
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
@@ -79,7 +79,6 @@ class Run:
         trainings: One training for each start of the process.
         failure: The failure that ended the run, or None.
         peak: Peak memory in bytes; None before the first turn.
-        summary: The device, the number of devices and the process ID.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,7 +86,6 @@ class Run:
         self.trainings: list[Training] = []
         self.failure: FitFailed | None = None
         self.peak: int | None = None
-        self.summary: dict[str, Any] = {}
 
     @property
     def timed(self) -> list[Step]:
@@ -98,9 +96,9 @@ class Comparison(Measured):
     """The result of :func:`compare`.
 
     Attributes:
-        report: One row per configuration: median and quartiles of the milliseconds per step,
-            samples per second, the ratio to the first configuration with its interval and a
-            verdict, peak memory, and the loss after equal steps.
+        report: One row per configuration: median milliseconds per step, samples per second, the
+            ratio to the first configuration with its interval and a verdict, peak memory, and the
+            loss after equal steps.
         ratios: The ``Ratio`` of each configuration to the first. It excludes the first and the
             failed ones.
         failures: The ``FitFailed`` of each failed configuration.
@@ -143,13 +141,10 @@ class Comparison(Measured):
 
     def _row(self, run: Run, is_first: bool, loss: float | None) -> dict[str, Any]:
         steps = run.timed
-        low, middle, high = quartiles([1e3 * step.seconds for step in steps] or [math.nan])
         total = math.fsum(step.seconds for step in steps)
         row: dict[str, Any] = {
             "configuration": run.name,
-            "ms/step": _finite(middle),
-            "lower quartile": _finite(low),
-            "upper quartile": _finite(high),
+            "ms/step": 1e3 * statistics.median(step.seconds for step in steps) if steps else None,
             "samples/s": sum(step.samples for step in steps) / total if total else None,
         }
         if run.failure is not None:
@@ -166,18 +161,9 @@ class Comparison(Measured):
     def _notes(self, finished: Mapping[str, Run], first: str) -> list[str]:
         starts = max((len(run.trainings) for run in finished.values()), default=0)
         turns = max((len(t.turns) for run in finished.values() for t in run.trainings), default=0)
-        each = "1 start in a process of its own"
-        each = f"{starts} starts, each in a process of its own" if starts > 1 else each
-        notes = [f"{each}, up to {turns} turns in each."]
+        notes = [f"Starts, each in a process of its own: {starts}, with up to {turns} turns."]
         if self._per_sample:
             notes.append("Batches differ in size, so ratios are of seconds per sample.")
-        if any(run.peak is not None for run in finished.values()):
-            devices = {str(run.summary.get("device", "cpu")) for run in finished.values()}
-            memory = "allocated on the device" if devices != {"cpu"} else "resident memory"
-            several = any(run.summary.get("devices", 1) > 1 for run in finished.values())
-            rank = ", of rank 0" if several else ""
-            notes.append(f"Peak: {memory}, above the level before the model was created{rank}.")
-        notes.append("Losses are of training batches, from one seed.")
         if first not in finished and len(self.runs) > 1:
             notes.append(f"{first!r}, the reference of the ratios, has failed.")
         return notes
@@ -329,9 +315,8 @@ def _train_in_turns(
                 processes[name] = process = stack.enter_context(
                     TrainingProcess(**recipe, settings=settings[name])
                 )
-                runs[name].summary = dict(process.summary)
-                runs[name].trainings.append(Training(process.steps))
                 paces.append(min(step.seconds for step in process.advance(warmup)))
+                runs[name].trainings.append(Training(process.steps))
         lengths = _turns(steps, rounds, paces)
 
         def take_turn(name: str) -> float:

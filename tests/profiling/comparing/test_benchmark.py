@@ -9,7 +9,6 @@ import torch
 
 import lightning_opt as lo
 from lightning_opt.core.measure import timing
-from lightning_opt.profiling.comparing.benchmark import format_seconds
 
 
 class Clock:
@@ -131,8 +130,3 @@ def test_error_restores_garbage_collection():
 def test_invalid_arguments_raise(functions, settings, error, message):
     with pytest.raises(error, match=message):
         lo.benchmark(functions, **settings)
-
-
-def test_seconds_are_formatted_with_units():
-    texts = [format_seconds(value) for value in (2.5, 0.0213, 4.2e-5, 3e-9)]
-    assert texts == ["2.5 s", "21.3 ms", "42 us", "3 ns"]

@@ -93,7 +93,7 @@ def test_json_and_text(comparison):
     assert "segfaults" in content["failures"]["broken"]["details"]
     text = str(comparison)
     assert "would not have been seen" in text
-    assert "2 starts" in text
+    assert "process of its own: 2, with up to 4 turns" in text
 
 
 def test_turns_rotate_and_starts_are_new_processes(tmp_path):
