@@ -18,6 +18,8 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish, recorded_waits
 from lightning_opt.core.measure.timing import time_in_turns
 from lightning_opt.core.numerics.ratios import median_ratio
+from lightning_opt.strategies.compressors import QuantizedCodec
+from lightning_opt.strategies.quantization import Quantizer
 
 GPU = True
 NUMEL = 6_553_600
@@ -44,8 +46,14 @@ def main() -> None:
     decode: dict[str, Callable[[], object]] = {}
     smaller: dict[str, float] = {}
     waits: list[str] = []
-    for name, compressor in COMPRESSORS.items():
-        codec, residual = compressor.codec(numel, device), torch.zeros(numel, device=device)
+    codecs = {name: compressor.codec(numel, device) for name, compressor in COMPRESSORS.items()}
+    for bits in (8, 4) if device.type == "cpu" else ():
+        quantizer = Quantizer(bits, 1024)
+        quantizer.compile()
+        if quantizer.compiled is not quantizer.eager:
+            codecs[f"int{bits}, compiled"] = QuantizedCodec(numel, quantizer, device)
+    for name, codec in codecs.items():
+        residual = torch.zeros(numel, device=device)
 
         def encode_one(codec=codec, residual: Tensor = residual) -> None:  # type: ignore[no-untyped-def]
             codec.compress(residual.add_(next(turn)))
@@ -70,7 +78,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for name in encode:
         row = {"what": name, **columns("encode", name)}
-        if name in COMPRESSORS:
+        if name in codecs:
             row |= columns("decode", f"{name}, decode")
             row["times smaller"] = round(smaller[name], 1)
         rows.append(row)

@@ -35,12 +35,13 @@ from benchmarks.strategies.compression import (
     why_not,
 )
 from lightning_opt.core.numerics.ratios import median_ratio
+from lightning_opt.strategies.strategy_strings import STRATEGIES
 
 MODULE = "benchmarks.strategies.diloco"
 
 NONE = "no network"
 
-STREAMING: dict[str, int] = {"sync_every": 30, "fragments": 4, "delay": 5}
+STREAMING = STRATEGIES["diloco_streaming"][1]
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     NONE: {"sync_every": 10**6},

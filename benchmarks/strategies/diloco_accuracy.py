@@ -30,14 +30,14 @@ import torch.distributed as dist
 import lightning_opt as lo
 from benchmarks.harness import continued, free_port, parse_arguments, publish
 from benchmarks.strategies.compression import start_ranks
-from benchmarks.strategies.compression_tasks import TASKS, Task, trainer_of
+from benchmarks.strategies.compression_tasks import TASKS, trainer_of
 
 MODULE = "benchmarks.strategies.diloco_accuracy"
 FILES = {"bytes": "diloco_accuracy", "digits": "diloco_accuracy_digits"}
 STEPS = {"bytes": 5000, "digits": 2000}
 RANKS = 2
 
-RATES = {"bytes": (3e-3, 6e-3, 1e-2, 2e-2), "digits": (5e-4, 1e-3, 2e-3, 4e-3)}
+RATES = {"bytes": (1e-3, 2e-3, 3e-3, 6e-3, 1e-2), "digits": (5e-4, 1e-3, 2e-3, 4e-3)}
 
 EVERY = 240
 """Steps between scores and byte counts: whole windows of 16 and of 30 steps."""
@@ -51,6 +51,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "dense": lambda: "ddp",
     "ddp_topk 1%": lambda: lo.CompressedDDPStrategy("topk", every_n_steps=EVERY),
     "H=16, outer 1.0 and 0": _diloco(16, 1.0, 0.0),
+    "H=30, 4 fragments, delay 5, int4": _diloco(
+        30, 0.7, 0.8, fragments=4, delay=5, compression="int4"
+    ),
     "H=30, 4 fragments, delay 5": _diloco(30, 0.7, 0.8, fragments=4, delay=5),
     "H=8, int4, outer 1.0 and 0": _diloco(8, 1.0, 0.0, compression="int4"),
     "H=16, float32, outer 1.0 and 0": _diloco(16, 1.0, 0.0, compression="float32"),
@@ -100,10 +103,12 @@ def train(own: argparse.Namespace, world: int, rate: float) -> dict[str, Any]:
     return {"score": score, "curve": curve.scores, "bytes": float(sent)}
 
 
-def best_rate(of_rates: dict[str, dict[str, Any]], task: type[Task]) -> str | None:
+def best_rate(of_rates: dict[str, dict[str, Any]], task: str) -> str | None:
     """Return the best rate with seed 0; None until all are tried."""
-    known = {rate: task.better * own["0"]["score"] for rate, own in of_rates.items() if "0" in own}
-    return max(known, key=known.__getitem__) if len(known) >= len(RATES["bytes"]) else None
+    known = {
+        rate: TASKS[task].better * own["0"]["score"] for rate, own in of_rates.items() if "0" in own
+    }
+    return max(known, key=known.__getitem__) if len(known) >= len(RATES[task]) else None
 
 
 def next_run(
@@ -117,7 +122,7 @@ def next_run(
             return name, missing, 0
     for seed in range(1, seeds):
         for name in names:
-            best = best_rate(scores[name], TASKS[task])
+            best = best_rate(scores[name], task)
             assert best is not None
             if str(seed) not in scores[name][best]:
                 return name, [best], seed
@@ -128,7 +133,7 @@ def report_of(scores: dict[str, Any], steps: int, task: str) -> lo.Report:
     """Return one row per method: its best rate, compared with plain DDP by seed."""
     kind = TASKS[task]
     rows = []
-    best = {name: best_rate(of_rates, kind) for name, of_rates in scores.items()}
+    best = {name: best_rate(of_rates, task) for name, of_rates in scores.items()}
     dense = scores["dense"].get(best.get("dense") or "", {})
 
     def distance(name: str) -> Any:
@@ -195,7 +200,7 @@ def time_report(scores: dict[str, Any], steps: int, out: Path) -> lo.Report | No
             for row in json.loads((out / f"{file}.json").read_text())["rows"]:
                 if row["ranks"] == 2:
                     milliseconds[row["network"], row["strategy"]] = row["ms"]
-    best = {name: best_rate(of_rates, TASKS["bytes"]) for name, of_rates in scores.items()}
+    best = {name: best_rate(of_rates, "bytes") for name, of_rates in scores.items()}
     runs = {name: scores[name][rate].values() for name, rate in best.items() if rate is not None}
     known = [name for name in STEP_OF if STEP_OF[name][0] in runs]
     if "dense" not in runs or COMPARED not in runs:
@@ -234,7 +239,7 @@ STEP_OF = {
     "int8": ("dense", "ddp_int8"),
     "Top-K 1%": ("ddp_topk 1%", "ddp_topk 1%"),
     "diloco, H=16": ("H=16, outer 1.0 and 0", "diloco, H=16"),
-    "diloco_streaming": ("H=30, 4 fragments, delay 5", "diloco_streaming, H=30"),
+    "diloco_streaming": ("H=30, 4 fragments, delay 5, int4", "diloco_streaming, H=30"),
 }
 """The method of the losses and the method of the step time, by name."""
 

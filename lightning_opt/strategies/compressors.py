@@ -8,23 +8,16 @@ process groups.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive, check_share
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
-from lightning_opt.strategies.packing import (
-    Layout,
-    SparseLayout,
-    chunks_of,
-    quantize_rows,
-    write_count,
-)
+from lightning_opt.strategies.packing import Layout, SparseLayout, write_count
+from lightning_opt.strategies.quantization import Quantizer, quantizer, rows_of
 from lightning_opt.strategies.selection import Selector, largest, largest_indices
 
 
@@ -155,7 +148,7 @@ class Quantize(Compressor):
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
-        return QuantizedCodec(numel, self.bits, self.block, device)
+        return QuantizedCodec(numel, quantizer(self.bits, self.block), device)
 
 
 def share_of(numel: int, ratio: float) -> int:
@@ -214,37 +207,23 @@ class ThresholdCodec(SparseCodec):
 
 
 class QuantizedCodec(Codec):
-    def __init__(self, numel: int, bits: int, block: int, device: torch.device) -> None:
-        self._bits, self._block = bits, block
-        self._levels, code = (127, torch.int8) if bits == 8 else (7, torch.uint8)
-        blocks = -(-numel // block)  # the last block is sent whole
+    def __init__(self, numel: int, quantizer: Quantizer, device: torch.device) -> None:
+        self._quantizer = quantizer
+        blocks = -(-numel // quantizer.block)  # the last block is sent whole
         # One float32 scale and one row of codes per block; of 4 bits, two codes share a byte.
-        self._layout = Layout((torch.float32, (blocks,)), (code, (blocks, block * bits // 8)))
+        code = torch.int8 if quantizer.bits == 8 else torch.uint8
+        row = quantizer.block * quantizer.bits // 8
+        self._layout = Layout((torch.float32, (blocks, 1)), (code, (blocks, row)))
         super().__init__(self._layout.nbytes, device)
 
-    def _pieces(self, flat: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield pieces of a tensor that end at the end of a block, and the blocks of each."""
-        block = self._block
-        for chunk in chunks_of(flat, block):
-            yield flat[chunk], slice(chunk.start // block, -(-chunk.stop // block))
-
     def compress(self, flat: Tensor) -> None:
-        block = self._block
         write_count(self.message, len(flat))
         scales, codes = self._layout.sections(self.message)
-        for piece, part in self._pieces(flat):
-            rows = piece.float()
-            if len(rows) % block:
-                rows = functional.pad(rows, (0, -len(rows) % block))
-            coded, scale = quantize_rows(rows.view(-1, block), self._levels)
+        encode, _, size = self._quantizer.functions_for(flat, encoded=len(flat))
+        for rows, part in rows_of(flat, self._quantizer.block, size):
+            coded, scale = encode(rows)
+            codes[part].copy_(coded)
             scales[part].copy_(scale)
-            if self._bits == 4:
-                # 16 * high + low, both moved from [-7, 7] to [1, 15]
-                low, high = coded[:, : block // 2], coded[:, block // 2 :]
-                codes[part].copy_(low.add(high, alpha=16).add_(136))
-            else:
-                codes[part].copy_(coded)
-            piece.sub_(coded.mul_(scale.unsqueeze(1)).view(-1)[: len(piece)])
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
         """Add ``alpha`` times the values of a message to ``out``, in place.
@@ -252,10 +231,6 @@ class QuantizedCodec(Codec):
         ``out`` may be shorter than the encoded tensor; the other values are then ignored.
         """
         scales, codes = self._layout.sections(message)
-        for piece, part in self._pieces(out):
-            coded = codes[part]
-            if self._bits == 4:
-                coded = torch.cat([coded & 15, coded >> 4], dim=1).to(torch.int8).sub_(8)
-            # Not `add_(..., alpha=alpha)`: whether it rounds the product depends on the CPU.
-            values = coded.float().mul_(scales[part].mul(alpha).unsqueeze(1))
-            piece.add_(values.view(-1)[: len(piece)])
+        _, decode, size = self._quantizer.functions_for(out)
+        for rows, part in rows_of(out, self._quantizer.block, size):
+            decode(rows, codes[part], scales[part] * alpha)

@@ -35,12 +35,11 @@ def split(numel: int, size: int) -> list[slice]:
     ]
 
 
-def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
-    """Return slices that fit a CPU's cache; on an accelerator, one slice."""
-    size = (
-        max(CHUNK_SIZE // multiple, 1) * multiple if reads_are_free(flat.device) else flat.numel()
-    )
-    return split(flat.numel(), size)
+def chunks_of(flat: Tensor, multiple: int = 1, size: int | None = None) -> list[slice]:
+    """Return slices of ``size`` elements, by default as fit a CPU's cache; on a device, one."""
+    if not reads_are_free(flat.device):
+        return split(flat.numel(), flat.numel())
+    return split(flat.numel(), max((size or CHUNK_SIZE) // multiple, 1) * multiple)
 
 
 def is_finite(values: Tensor) -> Tensor:
@@ -78,11 +77,11 @@ def quantize_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         Codes as float32 of shape ``(r, c)``, from ``-levels`` to ``levels``, and the float32 scales
-        of shape ``(r,)``. A row whose scale would be subnormal gets codes of 0.
+        of shape ``(r, 1)``. A row whose scale would be subnormal gets codes of 0.
     """
-    scales = rows.abs().amax(dim=1).div_(levels)
+    scales = rows.abs().amax(dim=1, keepdim=True).div_(levels)
     normal = scales >= torch.finfo(torch.float32).tiny
-    inverse = torch.where(normal, scales.reciprocal(), 0.0).unsqueeze(1)
+    inverse = torch.where(normal, scales.reciprocal(), 0.0)
     return rows.mul(inverse).round_(), scales
 
 
@@ -161,8 +160,8 @@ class SparseLayout(Layout):
         rows[:count].copy_(values)
         coded, scale = quantize_rows(rows.view(groups, GROUP_SIZE), 127)
         codes[:count].copy_(coded.view(-1)[:count])
-        scales[:groups].copy_(scale)
-        return coded.mul_(scale.unsqueeze(1)).view(-1)[:count]
+        scales[:groups].copy_(scale.view(-1))
+        return coded.mul_(scale).view(-1)[:count]
 
     def read(self, message: Tensor, alpha: Scalar = 1.0) -> tuple[Tensor, Tensor]:
         """Return the indices (int64, ascending) and ``alpha`` times the values (float32)."""

@@ -18,7 +18,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_fp16": ("HookedDDPStrategy", {"hook": "fp16"}),
     "ddp_bf16": ("HookedDDPStrategy", {"hook": "bf16"}),
     "diloco": ("DiLoCoStrategy", {}),
-    "diloco_streaming": ("DiLoCoStrategy", {"sync_every": 30, "fragments": 4, "delay": 5}),
+    "diloco_streaming": (
+        "DiLoCoStrategy",
+        {"sync_every": 30, "fragments": 4, "delay": 5, "compression": "int4"},
+    ),
 }
 
 

@@ -25,7 +25,7 @@ from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
 MESSAGE_BYTES = 2**18
 """Bytes per message: gloo sends a large message first in one direction and then in the other."""
 
-CODECS = {"int8": Quantize(bits=8), "int4": Quantize(bits=4), "float32": None}
+CODECS = {"int8": Quantize(bits=8), "int4": Quantize(bits=4, block=128), "float32": None}
 
 
 @dataclass
