@@ -219,9 +219,9 @@ class QuantizedCodec(Codec):
     def compress(self, flat: Tensor) -> None:
         write_count(self.message, len(flat))
         scales, codes = self._layout.sections(self.message)
-        encode, _, size = self._quantizer.functions_for(flat, encoded=len(flat))
-        for rows, part in rows_of(flat, self._quantizer.block, size):
-            coded, scale = encode(rows)
+        functions = self._quantizer.functions_for(flat, encoded=len(flat))
+        for rows, part in rows_of(flat, self._quantizer.block):
+            coded, scale = functions.encode(rows)
             codes[part].copy_(coded)
             scales[part].copy_(scale)
 
@@ -231,6 +231,6 @@ class QuantizedCodec(Codec):
         ``out`` may be shorter than the encoded tensor; the other values are then ignored.
         """
         scales, codes = self._layout.sections(message)
-        _, decode, size = self._quantizer.functions_for(out)
-        for rows, part in rows_of(out, self._quantizer.block, size):
-            decode(rows, codes[part], scales[part] * alpha)
+        functions = self._quantizer.functions_for(out)
+        for rows, part in rows_of(out, self._quantizer.block):
+            functions.decode(rows, codes[part], scales[part] * alpha)

@@ -29,9 +29,6 @@ log = logging.getLogger(__name__)
 COMPILE_AFTER = 2**32
 """Elements that are encoded before a CPU compiles. They take about 4 seconds."""
 
-COMPILED_CHUNK_SIZE = 2**20
-"""Elements per compiled call, which holds the interpreter's lock."""
-
 
 def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Encode rows, and replace them by their unsent rest.
@@ -66,12 +63,10 @@ def decode(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
     rows.add_(values)
 
 
-def rows_of(
-    flat: Tensor, block: int, chunk_size: int | None = None
-) -> Iterator[tuple[Tensor, slice]]:
+def rows_of(flat: Tensor, block: int) -> Iterator[tuple[Tensor, slice]]:
     """Yield pieces of a tensor as rows that may be changed in place, and the rows' numbers."""
     whole = len(flat) // block * block
-    for chunk in chunks_of(flat[:whole], block, chunk_size) if whole else []:
+    for chunk in chunks_of(flat[:whole], block) if whole else []:
         yield flat[chunk].view(-1, block), slice(chunk.start // block, chunk.stop // block)
     if len(end := flat[whole:]):
         row = functional.pad(end, (0, block - len(end))).view(1, block)
@@ -80,11 +75,8 @@ def rows_of(
 
 
 class Functions(NamedTuple):
-    """How tensors are encoded, decoded, and split into pieces."""
-
     encode: Callable[[Tensor], tuple[Tensor, Tensor]]
     decode: Callable[[Tensor, Tensor, Tensor], None]
-    chunk_size: int | None = None
 
 
 class Quantizer:
@@ -124,8 +116,7 @@ class Quantizer:
                 child.wait()
                 atexit.unregister(child.kill)
                 load = torch._inductor.aoti_load_package
-                loaded = [load(f"{folder}/{name}.pt2") for name in ("encode", "decode")]
-            compiled = Functions(loaded[0], loaded[1], COMPILED_CHUNK_SIZE)
+                compiled = Functions(load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2"))
             if all(map(torch.equal, self._outcome(compiled), self._outcome(self.eager))):
                 self.compiled = compiled
         except Exception:
