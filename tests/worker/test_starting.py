@@ -4,7 +4,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from multiprocessing import connection
+from collections.abc import Callable
+from multiprocessing import connection, forkserver
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,15 +61,36 @@ def test_ctrl_c_during_a_start_closes_the_pipe(monkeypatch: pytest.MonkeyPatch) 
     ours.close()
 
 
-def _start_within_no_time() -> None:
+class Limit:
+    """A timer that a test ends."""
+
+    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
+        assert seconds == child.MAX_SERVER_START
+        Limit.end = staticmethod(end)
+
+    def start(self) -> None:
+        pass
+
+    cancel = start
+
+
+def _start_with_a_server_that_is_never_ready() -> None:
     multiprocessing.current_process().daemon = False  # which may not have children
-    child.MAX_SERVER_START = 0.0
-    with pytest.raises(RuntimeError, match="did not import torch and Lightning within 0 s"):
-        child.start_process(wait_for_eof)
+    read = forkserver.read_signed
+
+    def read_after_the_limit(descriptor: int) -> int:
+        Limit.end()
+        return read(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "Timer", Limit)
+        patch.setattr(forkserver, "read_signed", read_after_the_limit)
+        with pytest.raises(RuntimeError, match="did not import torch and Lightning within 600 s"):
+            child.start_process(wait_for_eof)
 
 
 def test_start_of_the_fork_server_has_a_limit() -> None:
-    launch(_start_within_no_time, processes=1)
+    launch(_start_with_a_server_that_is_never_ready, processes=1)
 
 
 class Distributed:
