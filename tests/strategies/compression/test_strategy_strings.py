@@ -3,13 +3,11 @@
 import multiprocessing
 import os
 import pickle
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -53,6 +51,7 @@ def test_string_creates_the_strategy(name, suffix):
         assert "ddp_" + strategy.hook == name
     if isinstance(getattr(strategy, "compressor", None), Quantize):
         assert name.endswith(str(strategy.compressor.bits))
+    assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)  # as spawning does
 
 
 def test_existing_string_is_not_replaced():
@@ -177,11 +176,7 @@ def test_single_process_trains_like_ddp_and_checks_optimizers():
 
 
 class Net(SmallNet):
-    """Checks each rank at the end, and writes a file for it.
-
-    Args:
-        folder: Folder of the files.
-    """
+    """Writes a file for each rank at the end."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -190,45 +185,18 @@ class Net(SmallNet):
     def on_train_end(self) -> None:
         assert state_of(self.trainer)["step"] == 11
         assert same_on_all_ranks(self)
-        launcher = type(self.trainer.strategy.launcher).__name__
-        (self.folder / f"{launcher} {self.global_rank}").touch()
+        (self.folder / f"done {self.global_rank}").touch()
 
 
-LAUNCHED = ("RANK", "TORCHELASTIC", "MASTER", "WORLD_SIZE")
-"""Parts of the environment variables of `torchrun`, which tell Lightning to start nothing."""
-
-SCRIPT = """
-import sys
-from tests.strategies.compression.test_strategy_strings import Net, quiet_trainer
-
-quiet_trainer(strategy="ddp_topk", devices=2, limit_val_batches=0).fit(Net(sys.argv[1]))
-"""
-
-
-def _launchers(folder: str) -> None:
-    """Lightning's launchers start the other processes: forks, and the script once more."""
+def _fork(folder: str) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # it may have children
-    for name in [name for name in os.environ if any(part in name for part in LAUNCHED)]:
-        del os.environ[name]
-    os.environ["PYTHONPATH"] = str(Path.cwd())
+    for name in os.environ:  # torchrun's variables tell Lightning to start nothing
+        if any(part in name for part in ("RANK", "TORCHELASTIC", "MASTER", "WORLD_SIZE")):
+            del os.environ[name]
     quiet_trainer(strategy="ddp_topk_fork", devices=2, limit_val_batches=0).fit(Net(folder))
-    script = Path(folder, "train.py")
-    script.write_text(SCRIPT)
-    sys.argv = [str(script), folder]
-    quiet_trainer(strategy="ddp_topk", devices=2, limit_val_batches=0).fit(Net(folder))
-    dist.destroy_process_group()
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-def test_lightnings_launchers_start_the_strategy(tmp_path):
-    launch(_launchers, str(tmp_path), processes=1)
-    found = sorted(file.name for file in tmp_path.glob("_*Launcher *"))
-    forks, scripts = "_MultiProcessingLauncher", "_SubprocessScriptLauncher"
-    assert found == [f"{kind} {rank}" for kind in (forks, scripts) for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_can_be_pickled_for_spawned_processes(name):
-    strategy = quiet_trainer(strategy=name, devices=2).strategy
-    assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
+def test_lightning_forks_the_processes_of_a_strategy(tmp_path):
+    launch(_fork, str(tmp_path), processes=1)
+    assert sorted(file.name for file in tmp_path.glob("done *")) == ["done 0", "done 1"]
