@@ -18,7 +18,7 @@ from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.packing import Layout, SparseLayout, write_count
 from lightning_opt.strategies.quantization import Quantizer, quantizer, rows_of
-from lightning_opt.strategies.selection import Selector, largest, largest_indices
+from lightning_opt.strategies.selection import Selector, largest
 
 
 class Codec(ABC):
@@ -165,7 +165,8 @@ class SparseCodec(Codec):
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         if reads_are_free(flat.device):
             return self._selector.top(flat, self.layout.capacity)
-        indices = largest_indices(flat, self.layout.capacity)
+        # Exactly as many as fit, zeros included: nothing is read.
+        indices = flat.abs().topk(self.layout.capacity, sorted=False).indices.sort().values
         return indices, flat.index_select(0, indices)
 
     def compress(self, flat: Tensor) -> None:

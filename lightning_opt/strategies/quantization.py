@@ -65,13 +65,13 @@ def decode(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def rows_of(flat: Tensor, block: int) -> Iterator[tuple[Tensor, slice]]:
     """Yield pieces of a tensor as rows that may be changed in place, and the rows' numbers."""
-    whole = len(flat) // block * block
-    for chunk in chunks_of(flat[:whole], block) if whole else []:
-        yield flat[chunk].view(-1, block), slice(chunk.start // block, chunk.stop // block)
-    if len(end := flat[whole:]):
-        row = functional.pad(end, (0, block - len(end))).view(1, block)
-        yield row, slice(whole // block, whole // block + 1)
-        end.copy_(row[0, : len(end)])
+    for chunk in chunks_of(flat, block):
+        piece, missing = flat[chunk], -chunk.stop % block
+        rows = functional.pad(piece, (0, missing)) if missing else piece
+        first, end = chunk.start // block, -(-chunk.stop // block)
+        yield rows.view(end - first, block), slice(first, end)
+        if missing:
+            piece.copy_(rows[: len(piece)])
 
 
 class Functions(NamedTuple):

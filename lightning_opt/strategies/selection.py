@@ -5,8 +5,7 @@ estimated once from a strided sample, and then taken from the previous step: gra
 slowly, and their sum with the residual even more slowly. All elements above it are candidates, and
 the largest candidates are the exact result, as long as there are enough.
 
-On a CPU, counting is free. A device uses :func:`largest_indices`, which does not wait: it returns
-exactly ``k`` elements, zeros included.
+On a CPU, counting is free. A device uses ``torch.topk``, which does not wait.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ def sampled_threshold(flat: Tensor, k: int) -> float:
     sample = flat[::stride].abs()
     rank = max(round(k * sample.numel() / flat.numel()), 1)
     return sample.topk(rank, sorted=False).values.min().item()  # on a CPU
-
-
-def largest_indices(flat: Tensor, k: int) -> Tensor:
-    return flat.abs().topk(k, sorted=False).indices.sort().values
 
 
 def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
@@ -82,11 +77,9 @@ class Selector:
             self.threshold = sampled_threshold(flat, k) * self._margin
         indices, values = self.at_least(flat, self.threshold)
         if len(indices) < k // 2:
-            # The gradient has shrunk since the last step. If a sample fails too, as in a tensor
-            # with few nonzero elements, all nonzero elements are candidates.
-            indices, values = self.at_least(flat, sampled_threshold(flat, k) * self._margin)
-            if len(indices) < k // 2:
-                indices, values = self.at_least(flat, TINY)
+            # The gradient has shrunk since the last step, or has few nonzero elements: all of them
+            # are candidates.
+            indices, values = self.at_least(flat, TINY)
         surplus = len(indices) / k - 1.0
         if len(indices) <= k:
             kth = values.abs().min().item() if len(indices) else TINY

@@ -95,13 +95,10 @@ class Bucket(Residual):
                 return
         self._skipped_names.update(names)
 
-    @property
-    def is_skipped(self) -> bool:
-        """Whether the step was applied to no parameter; False if the result is on a device."""
-        return len(self._skipped_names) == len(self.parts)
-
     def commit_step(self) -> None:
         """Commit the latest step for all parameters to which it was applied."""
+        if len(self._skipped_names) == len(self.parts):
+            return
         for part in map(self.parts.__getitem__, self._skipped_names):
             self.pending[part].copy_(self.committed[part])
         self.may_be_nonzero = not self._sent_all or bool(self._skipped_names)

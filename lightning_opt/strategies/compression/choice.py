@@ -64,11 +64,10 @@ class Ramp:
         self.final = final
         self.steps = steps
         self.stages: list[Compressor] = []
-        if isinstance(final, TopK):
-            ratio = 1.0 / RAMP_FACTOR
-            while ratio > final.ratio:
-                self.stages.append(TopK(ratio))
-                ratio /= RAMP_FACTOR
+        ratio = 1.0 / RAMP_FACTOR
+        while isinstance(final, TopK) and ratio > final.ratio:
+            self.stages.append(TopK(ratio))
+            ratio /= RAMP_FACTOR
 
     def at(self, step: int) -> Compressor:
         """Return the compressor of a step of the ramp (the first is 0)."""
@@ -131,8 +130,6 @@ class AutoChoice:
         self._step_start = 0.0
         self._seconds: dict[int, list[float]] = defaultdict(list)  # of the steps of each trial
         self._medians: list[float] = []
-        if self.choice is not None:
-            rank_zero_info(f"Compressed DDP: the checkpoint's choice is kept: {name}.")
 
     @property
     def name(self) -> str | None:

@@ -228,8 +228,7 @@ class CompressedReduction:
         """Commit the residuals of the latest step, for the parameters to which it was applied."""
         launched, self._launched = self._launched, []
         for state in launched if self._error_feedback else []:
-            if not state.is_skipped:
-                state.commit_step()
+            state.commit_step()
 
     def _make_exchange(
         self, compressor: Compressor, bucket: Bucket, parameters: Mapping[str, Tensor]
