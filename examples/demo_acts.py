@@ -121,7 +121,7 @@ class MemoryCurve(L.Callback):
 
 
 def out_of_memory(side: str, quick: bool) -> dict[str, Any]:
-    steps = 2 if quick else 6
+    steps = 1 if quick else 6
     torch.manual_seed(0)
     model = ByteGPT(width=192, depth=4, heads=6, window=128)
     curve = MemoryCurve(None if side == "reference" else ROOM)

@@ -12,18 +12,30 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 
 HERE = Path(__file__).resolve().parent
 
 
-def execute(path: Path, replacements: Mapping[str, str]) -> nbformat.NotebookNode:
-    """Run a notebook with pieces of its source replaced, and return it with its outputs."""
+def execute(
+    path: Path, replacements: Mapping[str, str], kernel: AsyncKernelManager | None = None
+) -> nbformat.NotebookNode:
+    """Run a notebook with pieces of its source replaced, and return it with its outputs.
+
+    Args:
+        path: The notebook.
+        replacements: New text by old text.
+        kernel: Started if it is not running, and left running; None for a kernel of its own.
+    """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         for old, new in replacements.items():
             cell.source = cell.source.replace(old, new)
     resources = {"metadata": {"path": str(HERE)}}
-    nbclient.NotebookClient(notebook, timeout=500, resources=resources).execute()
+    client = nbclient.NotebookClient(notebook, km=kernel, timeout=500, resources=resources)
+    client.execute()
+    if kernel is not None:
+        client.kc.stop_channels()
     for number, cell in enumerate(notebook.cells):
         cell.metadata, cell.id = {}, str(number)
         if cell.cell_type == "code":
