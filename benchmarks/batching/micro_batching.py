@@ -160,10 +160,10 @@ def train_under_limit(seed: int, device: str) -> dict[str, Any]:
             return model, str(error)
         return model, "completed"
 
+    micro = lo.MicroBatching()  # imports its modules, which take up to 10 MB
     free, _ = train()
     limit(room)
     _, bare = train()
-    micro = lo.MicroBatching()
     model, end = train(micro)
     limit(math.inf)
     if end == "completed":
