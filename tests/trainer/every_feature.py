@@ -1,26 +1,17 @@
-"""Trains with every feature under the packages of Lightning that the command line names.
+"""Trains with every feature under a package of Lightning."""
 
-The other package cannot be imported. Prints final weights and logged names as JSON, by package and
-feature. Imports neither package itself.
-"""
-
-import importlib
 import inspect
-import json
-import sys
-import tempfile
-import warnings
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
 import lightning_opt as lo
-from tests.trainer.one_package import NotInstalled
 
 
 def net_of(pl: Any) -> Any:
     """Return a small module of a package."""
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
 
     class Net(pl.LightningModule):
         def __init__(self) -> None:
@@ -54,7 +45,6 @@ def net_of(pl: Any) -> Any:
 
 def train(pl: Any, kind: Any = None, resume: Any = None, **settings: Any) -> Any:
     """Fit, validate and predict with a package's Trainer, and return it."""
-    import torch
 
     class Names(pl.loggers.logger.Logger):
         """Keeps the names of what is logged."""
@@ -126,19 +116,9 @@ def features(pl: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def main(installed: list[str]) -> None:
-    sys.meta_path.insert(0, NotInstalled(*installed))
-    warnings.simplefilter("ignore")
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:  # some features write files
-        for name in installed:
-            pl = importlib.import_module("lightning.pytorch" if name == "lightning" else name)
-            results[name] = {
-                feature: outcome(train(pl, default_root_dir=folder, **settings))
-                for feature, settings in features(pl).items()
-            }
-    sys.stdout.write(f"\n{json.dumps(results)}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def train_all(pl: Any, folder: Any) -> dict[str, Any]:
+    """Return the outcome by feature; some features write files into the folder."""
+    return {
+        feature: outcome(train(pl, default_root_dir=folder, **settings))
+        for feature, settings in features(pl).items()
+    }

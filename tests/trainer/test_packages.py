@@ -5,7 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import warnings
 from pathlib import Path
 
 import lightning.pytorch
@@ -20,7 +20,7 @@ import lightning_opt as lo
 from lightning_opt.cli import main
 from lightning_opt.trainer.lightning import is_overridden, package_of
 from tests.helpers.processes import launch
-from tests.trainer.every_feature import net_of, outcome, train
+from tests.trainer.every_feature import net_of, outcome, train, train_all
 
 PACKAGES = (lightning.pytorch, pytorch_lightning)
 ROOT = Path(__file__).parents[2]
@@ -42,18 +42,18 @@ def run(*words: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+def train_with_both(folder: Path):
+    warnings.simplefilter("ignore")
+    return [train_all(pl, folder) for pl in PACKAGES]
+
+
 @pytest.mark.slow
-def test_all_features_train_alike_with_one_package_and_with_both():
+@pytest.mark.distributed
+def test_all_features_train_alike_with_either_package(tmp_path):
     """`make test` runs other tests with `pytorch_lightning` alone."""
-    installed = ("lightning",), ("lightning", "pytorch_lightning")
-    with ThreadPoolExecutor() as pool:
-        runs = [
-            pool.submit(run, "-m", "tests.trainer.every_feature", *names) for names in installed
-        ]
-        first, both = (json.loads(done.result()) for done in runs)
-    expected = first["lightning"]
-    assert {"MicroBatching", "preset ultra", "ddp_int8"} <= expected.keys()
-    assert both == {"lightning": expected, "pytorch_lightning": expected}
+    [(first, second)] = launch(train_with_both, tmp_path, processes=1)
+    assert {"MicroBatching", "preset ultra", "ddp_int8"} <= first.keys()
+    assert first == second
 
 
 def test_without_lightning_the_error_says_what_to_install():
@@ -109,10 +109,13 @@ def test_hooks_are_recognised_as_overridden_in_either_package():
     assert not is_overridden("on_fit_end", lo.GradientHealth())
 
 
-def test_messages_keep_the_logger_of_the_package_that_was_imported_first():
+def test_one_package_alone_suffices_and_messages_keep_its_logger():
     for name in ("lightning.pytorch", "pytorch_lightning"):
         program = f"""
+import sys
+from tests.trainer.one_package import NotInstalled
 import {name}, lightning_opt, lightning_utilities.core.rank_zero as rank_zero
+sys.meta_path.insert(0, NotInstalled({name.partition(".")[0]!r}))
 lightning_opt.GradientHealth
 print(rank_zero.log.name)
 """
