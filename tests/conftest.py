@@ -18,10 +18,6 @@ import pytest
 
 from tests.helpers.fork_server import share_fork_server, use_fork_server
 
-IMPORTED = 200_000
-"""Fewer objects than torch and Lightning create when imported, more than a test creates."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
@@ -140,19 +136,20 @@ def _skips(method: Callable[..., Any]) -> Callable[..., Any]:
     return skip
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Freeze imported objects, so that no garbage collection visits them."""
-    is_thawed = len(gc.get_objects(generation=2)) > IMPORTED
-    if is_thawed and "nothing_frozen" not in item.fixturenames:  # type: ignore[attr-defined]
-        gc.collect()
-        gc.freeze()
+@pytest.fixture(scope="module", autouse=True)
+def _everything_frozen() -> None:
+    """Freeze what tests of earlier modules imported, so that no garbage collection visits it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
-def nothing_frozen() -> None:
+def nothing_frozen() -> Iterator[None]:
     """For tests of freezing."""
     gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
