@@ -18,6 +18,7 @@ import pytest
 
 from tests.helpers.fork_server import share_fork_server, use_fork_server
 
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",

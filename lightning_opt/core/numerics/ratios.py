@@ -126,13 +126,6 @@ def student_quantile(probability: float, freedom: float) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3 + fourth / freedom**4
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
 # --- the trend of a series ------------------------------------------------------------------------
 
 

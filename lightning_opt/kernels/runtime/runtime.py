@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -13,7 +12,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_opt.core.arguments import check_at_least, check_one_of
-from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback
@@ -35,7 +33,7 @@ MAX_BATCHES = 100
 
 
 class Runtime(RunCallback):
-    """Sets precision, cuDNN, allocator, CPUs and threads for the run, and restores them afterwards.
+    """Sets precision, cuDNN, allocator and threads for the run, and restores them afterwards.
 
     Settings are applied in ``setup``, the first hook of every stage, and restored in ``teardown``
     and after an exception. :meth:`report` lists the settings and the reasons of failures; a failure
@@ -55,10 +53,6 @@ class Runtime(RunCallback):
             seed yourself: ``lightning.seed_everything``. False leaves the setting unchanged.
         allocator: ``"expandable_segments"`` lets CUDA's allocator grow segments, which reduces
             fragmentation if shapes vary. Linux only.
-        cpu_affinity: CPUs that this process may run on, with the workers that it starts;
-            ``"split"`` gives each process of the machine an equal share of the allowed CPUs.
-        priority: Niceness, from -20 to 19, of this process and the workers that it starts.
-            Restoring it, or values below 0, need privileges.
         threads: Threads of one operation on the CPU, at least 1.
 
     Raises:
@@ -80,8 +74,6 @@ class Runtime(RunCallback):
         cudnn_benchmark: bool | Literal["auto"] | None = "auto",
         deterministic: bool = False,
         allocator: Literal["expandable_segments"] | None = "expandable_segments",
-        cpu_affinity: list[int] | Literal["split"] | None = None,
-        priority: int | None = None,
         threads: int | None = None,
     ) -> None:
         check_one_of("matmul_precision", matmul_precision, (*get_args(MatmulPrecision), None))
@@ -100,13 +92,9 @@ class Runtime(RunCallback):
         self.cudnn_benchmark = cudnn_benchmark
         self.deterministic = deterministic
         self.allocator = allocator
-        self.cpu_affinity = _check_cpus(cpu_affinity)
-        if priority is not None and check_at_least("priority", priority, -20) > 19:
-            raise ValueError(f"priority must be a niceness from -20 to 19, got {priority!r}.")
-        self.priority = priority
         self.threads = None if threads is None else check_at_least("threads", threads, 1)
         self._rows: list[dict[str, Any]] = []
-        self._undo: list[tuple[dict[str, Any], Callable[[], object]]] = []
+        self._undo: list[Callable[[], object]] = []
         self._warned = False
         self._batches = 0
         self._shapes = set[tuple[tuple[int, ...], ...]]()
@@ -130,7 +118,7 @@ class Runtime(RunCallback):
                     failed.append(f"{name}={value} ({error})")
             else:
                 row.update(before=str(change.before))
-                self._undo.append((row, change.undo))
+                self._undo.append(change.undo)
         if failed and not self._warned:
             self._warned = True
             rank_zero_warn(f"Runtime could not set {', '.join(failed)}. Training continues.")
@@ -148,13 +136,6 @@ class Runtime(RunCallback):
         if self.allocator is not None:
             change = partial(set_expandable_segments, device)
             yield "allocator", self.allocator, change
-        if (cpus := self.cpu_affinity) is not None:
-            if cpus == "split":
-                ranks = max(1, trainer.num_devices)
-                cpus = share_of(allowed_cpus(), trainer.local_rank, ranks)
-            yield "cpu_affinity", cpus or "split", partial(set_affinity, cpus)
-        if self.priority is not None:
-            yield "priority", self.priority, partial(set_priority, self.priority)
         if self.threads is not None:
             yield "threads", self.threads, partial(set_threads, self.threads)
 
@@ -180,26 +161,7 @@ class Runtime(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Restore all settings, and keep the report."""
         while self._undo:
-            row, undo = self._undo.pop()
-            try:
-                undo()
-            except OSError as error:
-                row["note"] = f"could not be restored: {error.strerror}"
-                rank_zero_warn(
-                    f"Runtime could not restore {row['setting']} from {row['asked']} to "
-                    f"{row['before']}: {error.strerror}."
-                )
-
-
-def _check_cpus(cpus: Any) -> list[int] | Literal["split"] | None:
-    if cpus is None or cpus == "split":
-        return cpus  # type: ignore[no-any-return]
-    whole = isinstance(cpus, (list, tuple)) and all(type(cpu) is int and cpu >= 0 for cpu in cpus)
-    if not whole or not cpus:
-        raise ValueError(
-            f"cpu_affinity must be a list of numbers of CPUs, 'split' or None, got {cpus!r}."
-        )
-    return list(cpus)
+            self._undo.pop()()
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -307,68 +269,3 @@ def set_threads(number: int) -> Change:
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     return Change(before, partial(torch.set_num_threads, before))
-
-
-def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
-    """Return the part of ``cpus`` for one process; empty if there are fewer CPUs than processes."""
-    size = len(cpus) // ranks
-    return cpus[rank * size : (rank + 1) * size]
-
-
-def set_affinity(cpus: Iterable[int]) -> Change:
-    """Bind the threads of this process and threads that they start to CPUs."""
-    requested = sorted(cpus)
-    if not requested:
-        raise NotSetError("fewer CPUs than processes", failed=True)
-    if not hasattr(os, "sched_setaffinity"):
-        raise NotSetError(f"not possible on {sys.platform}", failed=True)
-    return _set_for_all_threads(
-        requested, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
-    )
-
-
-def set_priority(niceness: int) -> Change:
-    """Set the niceness of the threads of this process and of threads that they start."""
-    if not sys.platform.startswith("linux"):
-        raise NotSetError(f"not possible on {sys.platform}", failed=True)
-    return _set_for_all_threads(
-        niceness,
-        lambda thread: os.getpriority(os.PRIO_PROCESS, thread),
-        lambda thread, value: os.setpriority(os.PRIO_PROCESS, thread, value),
-    )
-
-
-def _set_for_all_threads(
-    requested: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
-) -> Change:
-    """Set a value that Linux stores per thread and that new threads inherit."""
-    process_value = read(0)
-    before = {}
-    for thread in _threads():
-        with suppress(ProcessLookupError):  # the thread has ended
-            before[thread] = read(thread)
-
-    def write_all(value_of: Callable[[int], Any]) -> None:
-        for thread in _threads():
-            with suppress(ProcessLookupError):
-                write(thread, value_of(thread))
-
-    undo = partial(write_all, lambda thread: before.get(thread, process_value))
-    try:
-        write_all(lambda thread: requested)
-        actual = read(0)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-    else:
-        if actual == requested:
-            return Change(process_value, undo)
-        reason = f"the system set it to {actual}"
-    with suppress(OSError):
-        undo()
-    raise NotSetError(reason, failed=True)
-
-
-def _threads() -> list[int]:
-    import psutil
-
-    return [thread.id for thread in psutil.Process().threads()]

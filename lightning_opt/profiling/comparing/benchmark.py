@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from lightning_opt.core.arguments import check_at_least, check_between, check_positive
 from lightning_opt.core.measure.timing import time_calls, time_in_turns
-from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
+from lightning_opt.core.numerics.ratios import Ratio, compare_pairs
 from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.comparing.compare import Measured, ratio_columns, verdict_note
 
@@ -28,8 +29,8 @@ class BenchmarkResult(Measured):
     """The result of :func:`benchmark`.
 
     Attributes:
-        report: One row per function: median and quartiles of the seconds per call, the ratio to
-            the first function with its interval, and a verdict.
+        report: One row per function: median of the seconds per call, the ratio to the first
+            function with its interval, and a verdict.
         seconds: Seconds per call in each round, by function.
         ratios: The :class:`Ratio` of each function to the first function. It excludes the first.
         calls: Number of calls in one timing, by function.
@@ -45,11 +46,10 @@ class BenchmarkResult(Measured):
         self.seconds, self.calls = dict(seconds), dict(calls)
         rows = []
         for name, values in self.seconds.items():
-            low, middle, high = quartiles(values)
+            middle = statistics.median(values)
             row: dict[str, Any] = {
                 "function": name,
                 "median": format_seconds(middle),
-                "quartiles": f"{format_seconds(low)} to {format_seconds(high)}",
                 "seconds": middle,
                 "calls": self.calls[name] * len(values),
             }

@@ -13,7 +13,6 @@ from lightning_opt.core.numerics.ratios import (
     compare_pairs,
     judge,
     mann_kendall,
-    quartiles,
     student_quantile,
     theil_sen,
 )
@@ -106,11 +105,6 @@ def test_confidence_widens_the_interval_and_tolerance_the_verdict():
 def test_no_pairs_give_none():
     assert compare_pairs([]) is None
     assert compare_pairs([[], [(0.0, 1.0)]]) is None
-
-
-def test_quartiles_of_several_values_and_of_one():
-    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
-    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
 
 # --- trends --------------------------------------------------------------------------------------

@@ -1,12 +1,7 @@
 """Runtime: settings during a run, reports of failures, and complete undo."""
 
-import contextlib
-import errno
 import os
-import sys
-import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +10,12 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.kernels.runtime import runtime as settings
 from lightning_opt.kernels.runtime.runtime import NotSetError
 from tests.helpers.models import SmallNet
-from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="settings of Linux")
-
-
-# Replaces values per thread: threads of a shared process start and end at any time.
-THREADS = {"affinity": 0, "priority": 0}
 
 
 def state() -> dict[str, Any]:
@@ -40,45 +28,19 @@ def state() -> dict[str, Any]:
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         "threads": torch.get_num_threads(),
-        "affinity": by_thread(os.sched_getaffinity),
-        "priority": by_thread(lambda thread: os.getpriority(os.PRIO_PROCESS, thread)),
     }
 
 
-def by_thread(read: Callable[[int], Any]) -> dict[int, Any]:
-    found = {}
-    for thread in settings._threads():
-        with contextlib.suppress(ProcessLookupError):  # it has ended since
-            found[thread] = read(thread)
-    return found
-
-
 class Recorder(Callback):
-    """Records the settings in each step, of this thread and of a new one."""
+    """Records the settings in each step."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.record()
+        self.seen.append(state())
 
-    on_test_batch_end = lambda self, *_: self.record()  # noqa: E731
-
-    def record(self) -> None:
-        found = state()
-        child: list[Any] = []
-        thread = threading.Thread(target=lambda: child.append(os.sched_getaffinity(0)))
-        thread.start()
-        thread.join()
-        main = os.getpid()
-        self.seen.append(
-            {
-                **found,
-                "affinity": found["affinity"][main],
-                "priority": found["priority"][main],
-                "child": child[0],
-            }
-        )
+    on_test_batch_end = on_train_batch_end
 
 
 def run(fail_at: int | None = None, test: bool = False, **asked: Any) -> Any:
@@ -96,34 +58,12 @@ def run(fail_at: int | None = None, test: bool = False, **asked: Any) -> Any:
     return before, look.seen, state(), rows, messages
 
 
-def run_with(asked: dict[str, Any], fail_at: int | None, test: bool) -> Any:
-    return run(fail_at, test, **asked)
-
-
-def run_in_process(asked: dict[str, Any], fail_at: int | None = None, test: bool = False) -> Any:
-    """Run in another process: threads and CPUs belong to the whole process."""
-    (result,) = launch(run_with, asked, fail_at, test, processes=1)
-    return result
-
-
-@linux
 @pytest.mark.parametrize("how", ["fit", "test", "fails"])
 def test_settings_are_applied_and_restored(how):
-    cpus = [min(allowed_cpus())]
-    if how == "test":
-        cpus = allowed_cpus()  # the share of a single process
-    asked = {
-        "matmul_precision": "medium",
-        "deterministic": True,
-        "cpu_affinity": "split" if how == "test" else cpus,
-        "threads": 2,
-    }
+    asked = {"matmul_precision": "medium", "deterministic": True, "threads": 2}
     fail_at = 3 if how == "fails" else None
-    before, seen, after, rows, messages = run_in_process(asked, fail_at, how == "test")
-    assert {**after, **THREADS} == {**before, **THREADS}
-    assert {cpus for thread in after["affinity"].values() for cpus in [frozenset(thread)]} == {
-        frozenset(thread) for thread in before["affinity"].values()
-    }
+    before, seen, after, rows, messages = run(fail_at, how == "test", **asked)
+    assert after == before
     assert messages == []
     assert len(seen) == {"fit": 12, "test": 2, "fails": 3}[how]
     for found in seen:
@@ -132,9 +72,7 @@ def test_settings_are_applied_and_restored(how):
         assert found["cudnn"] is True
         assert found["workspace"] == ":4096:8"
         assert found["threads"] == 2
-        assert found["affinity"] == found["child"] == set(cpus)
-    done = {name for name, row in rows.items() if row["set"]}
-    assert done == {"matmul_precision", "deterministic", "cpu_affinity", "threads"}
+    assert {name for name, row in rows.items() if row["set"]} == asked.keys()
     assert rows["threads"]["before"] == "1"
     assert rows["allocator"]["note"] == "cpu has no such allocator"
     assert rows["cudnn_benchmark"]["note"] == "cpu has no cuDNN"
@@ -145,15 +83,25 @@ def test_defaults_set_matmul_precision_on_a_cpu():
     _, unchanged, _, rows, _ = run(**nothing)
     assert rows == {}
     before, seen, after, rows, messages = run()
-    assert {**after, **THREADS} == {**before, **THREADS}
+    assert after == before
     assert messages == []
     assert unchanged[0]["matmul"] == before["matmul"]
     assert [found["matmul"] for found in seen] == ["high"] * 12
-    changed = {"matmul": "high", **THREADS}
-    assert all(
-        {**found, **changed, "child": 0} == {**before, **changed, "child": 0} for found in seen
-    )
+    assert all(found == {**before, "matmul": "high"} for found in seen)
     assert set(rows) == {"matmul_precision", "cudnn_benchmark", "allocator"}
+
+
+def test_failure_warns_and_training_continues(monkeypatch):
+    def excluded(precision: str) -> None:
+        raise RuntimeError("planted\nand more")
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", excluded)
+    _, seen, _, rows, messages = run(matmul_precision="medium", threads=2)
+    assert [found["threads"] for found in seen] == [2] * 12
+    assert rows["matmul_precision"]["note"] == "planted"
+    assert messages == [
+        "Runtime could not set matmul_precision=medium (planted). Training continues."
+    ]
 
 
 # --- deterministic ------------------------------------------------------------------------------
@@ -176,55 +124,7 @@ def test_deterministic_mode_and_cublas_workspace_are_restored(workspace, mode, m
     change.undo()
     after = state()
     torch.set_deterministic_debug_mode("default")
-    assert {**after, **THREADS} == {**before, **THREADS}
-
-
-@linux
-def test_missing_cpu_warns_and_training_continues():
-    before, seen, after, rows, messages = run_in_process({"cpu_affinity": [100_000]})
-    assert len(seen) == 12
-    assert rows["cpu_affinity"]["set"] is False
-    assert rows["cpu_affinity"]["note"] == os.strerror(errno.EINVAL)
-    assert messages == [
-        "Runtime could not set cpu_affinity=[100000] (Invalid argument). Training continues."
-    ]
-    assert set(map(frozenset, after["affinity"].values())) == {
-        frozenset(cpus) for cpus in before["affinity"].values()
-    }
-
-
-def test_split_gives_equal_shares():
-    cpus = [0, 1, 4, 5, 6]
-    assert [settings.share_of(cpus, rank, 2) for rank in range(2)] == [[0, 1], [4, 5]]
-    assert settings.share_of([3], 1, 2) == []
-
-
-@linux
-def test_priority_holds_during_the_run():
-    before, seen, after, rows, messages = run_in_process({"priority": 5})
-    assert {found["priority"] for found in seen} == {5}
-    main = min(before["priority"])  # the process's own thread
-    if messages:
-        assert "could not restore priority from 5 to 0" in messages[0]  # without privileges
-        assert "could not be restored" in rows["priority"]["note"]
-    else:
-        assert after["priority"][main] == before["priority"][main]
-
-
-@linux
-def test_failure_to_restore_the_priority_warns(monkeypatch):
-    niceness = {"now": 0}
-
-    def only_up(which: int, thread: int, value: int) -> None:
-        if value < niceness["now"]:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        niceness["now"] = value
-
-    monkeypatch.setattr(os, "setpriority", only_up)
-    monkeypatch.setattr(os, "getpriority", lambda which, thread: niceness["now"])
-    _, _, _, rows, messages = run(priority=7)
-    assert "could not restore priority from 7 to 0: Permission denied" in messages[0]
-    assert rows["priority"]["note"] == "could not be restored: Permission denied"
+    assert after == before
 
 
 # --- CUDA, faked --------------------------------------------------------------------------------
@@ -317,7 +217,7 @@ def test_cudnn_benchmark_stops_if_shapes_keep_changing(sizes, flags, monkeypatch
     callback, look, before = lo.Runtime(), Recorder(), state()
     quiet_trainer(callbacks=[callback, look], limit_val_batches=0).fit(Varying(sizes))
     assert [found["benchmark"] for found in look.seen] == flags
-    assert {**state(), **THREADS} == {**before, **THREADS}
+    assert state() == before
     row = next(row for row in callback.report().rows if row["setting"] == "cudnn_benchmark")
     assert row["set"] is flags[-1]
 
@@ -332,11 +232,6 @@ def test_cudnn_benchmark_stops_if_shapes_keep_changing(sizes, flags, monkeypatch
         ({"cudnn_benchmark": "yes"}, "cudnn_benchmark"),
         ({"deterministic": True, "cudnn_benchmark": True}, "contradicts"),
         ({"allocator": "jemalloc"}, "allocator"),
-        ({"cpu_affinity": []}, "cpu_affinity"),
-        ({"cpu_affinity": [-1]}, "cpu_affinity"),
-        ({"cpu_affinity": "all"}, "cpu_affinity"),
-        ({"priority": 20}, "priority"),
-        ({"priority": -21}, "priority"),
         ({"threads": 0}, "threads"),
     ],
 )
