@@ -190,11 +190,17 @@ def test_pickled_copy_is_small_and_shares_the_items():
     assert twin.dataset.fetches == cache.dataset.fetches
 
 
+@pytest.fixture
+def own_folders(monkeypatch):
+    """Tests beside this one create folders too."""
+    monkeypatch.setattr(caching, "MEMORY_PREFIX", f"{caching.MEMORY_PREFIX}{os.getpid()}_")
+
+
 def folders():
     return set(Path("/dev/shm").glob(f"{caching.MEMORY_PREFIX}*"))
 
 
-def test_memory_is_freed_with_the_object():
+def test_memory_is_freed_with_the_object(own_folders):
     before = folders()
     cache = cached_dataset(Numbers())
     cache[0]
@@ -221,7 +227,7 @@ def test_temporary_folder_is_used_where_shared_memory_is_not_writable(monkeypatc
     assert len(list(tmp_path.glob(f"{caching.MEMORY_PREFIX}*"))) == 1
 
 
-def test_memory_folder_is_private_and_unpredictable(monkeypatch):
+def test_memory_folder_is_private_and_unpredictable(own_folders):
     before = folders()
     caches = [cached_dataset(Numbers()) for _ in range(2)]
     mine = folders() - before
@@ -252,7 +258,7 @@ def hold_forever(pipe):
     cache[0]
 
 
-def test_leftovers_of_killed_processes_are_removed_and_live_caches_stay(monkeypatch):
+def test_leftovers_of_killed_processes_are_removed_and_live_caches_stay(monkeypatch, own_folders):
     """Process ids say nothing, since the other process may be in another container."""
 
     def no_such_process(pid, signal):
