@@ -155,11 +155,13 @@ def nothing_frozen() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _default_torch_settings() -> Iterator[None]:
-    """Seed, and reset afterwards the settings that ``Trainer(deterministic=True)`` leaves set."""
+    """Seed, and reset afterwards what ``seed_everything`` and a deterministic Trainer leave set."""
     import torch
 
     torch.manual_seed(0)
     yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # loaders of later tests follow them
+        os.environ.pop(name, None)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)

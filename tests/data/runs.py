@@ -108,7 +108,7 @@ def train(
         Search.run, tuning.MEASUREMENT_SECONDS = original, measure  # type: ignore[method-assign]
     after = {**vars(data), "served": before.get("served")}
     changed = {name: after[name] for name in before if after[name] != before[name]}
-    assert not changed or tuned is None
+    assert not changed or tuned is None, changed
     return record, model, tuner
 
 

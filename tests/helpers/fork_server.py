@@ -8,7 +8,7 @@ import os
 from multiprocessing import forkserver
 from typing import Any
 
-PRELOAD = ["tests", "lightning.pytorch", "torch.distributed.fsdp", "pytest"]
+PRELOAD = ["tests", "lightning.pytorch", "torch.distributed.fsdp", "pytest", "tests.helpers.frozen"]
 """Modules that the fork server imports."""
 
 
