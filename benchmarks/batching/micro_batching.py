@@ -1,6 +1,6 @@
 """Cost of MicroBatching while everything fits, runs that it rescues, and regrowth of sizes.
 
-Supports four claims, each with a table of its own.
+Four tables, the first three of which support claims.
 
 - Cost: ``MicroBatching("auto")`` takes at most 1% of a step as long as memory does not run out. One
   training run takes turns between Lightning's closures and ours, step by step, so that both are
@@ -11,9 +11,8 @@ Supports four claims, each with a table of its own.
   ``--trainings`` says how many. On a GPU the share of its memory is limited, and ten trainings
   share a process.
 - Pairs: the same on two ranks of DDP, of which one alone has a limit. ``--pairs`` says how many.
-- Regrowth: one batch in a hundred is eight times longer and does not fit. At least 0.95 of the
-  throughput of a fixed size tuned by hand to fit it. Beside halving without regrowth, which is what
-  Composer does, and beside the run without a limit.
+- Regrowth: the throughput if one batch in a hundred is eight times longer and does not fit, beside a
+  fixed size tuned by hand, halving without regrowth (as Composer does) and a run without a limit.
 """
 
 from __future__ import annotations
