@@ -11,8 +11,8 @@ Four tables, the first three of which support claims.
   ``--trainings`` says how many. On a GPU the share of its memory is limited, and ten trainings
   share a process.
 - Pairs: the same on two ranks of DDP, of which one alone has a limit. ``--pairs`` says how many.
-- Regrowth: the throughput if one batch in a hundred is eight times longer and does not fit, beside a
-  fixed size tuned by hand, halving without regrowth (as Composer does) and a run without a limit.
+- Regrowth: the throughput if one batch in a hundred is eight times longer and does not fit, next to
+  a fixed size tuned by hand, halving without regrowth (as Composer does) and a run without a limit.
 """
 
 from __future__ import annotations
