@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -74,33 +72,25 @@ class FlopCount(TorchDispatchMode):
         return Flops(*self._counts)
 
 
-def count_flops(
-    model: nn.Module,
-    *batch: Any,
-    backward: bool = True,
-    loss: Callable[[Any], Tensor] | None = None,
-    **inputs: Any,
-) -> Flops:
+def count_flops(model: nn.Module, *batch: Any, **inputs: Any) -> Flops:
     """Count the floating-point operations of a model on a batch, without changing either.
 
-    The model runs once. Parameters may be on the ``meta`` device, which takes no memory. Matrix
-    products, convolutions and attention are counted, as in :mod:`torch.utils.flop_counter`.
-    Elementwise operations, a few percent at most, are not. Register your own operators with
+    The model runs once, and backward from the sum of its outputs if any of them requires a
+    gradient. Parameters may be on the ``meta`` device, which takes no memory. Matrix products,
+    convolutions and attention are counted, as in :mod:`torch.utils.flop_counter`. Elementwise
+    operations, a few percent at most, are not. Register your own operators with
     ``torch.utils.flop_counter.register_flop_formula``.
 
     Args:
         model: Called as ``model(*batch, **inputs)``.
         *batch: Positional inputs of the model.
-        backward: Whether to count a backward pass too.
-        loss: A function from the output to a scalar. By default the loss is the sum of all output
-            tensors that require gradients.
         **inputs: Named inputs of the model.
 
     Returns:
         The operations of the forward and the backward pass.
 
     Raises:
-        ValueError: If no output requires a gradient, or an operator could not be counted.
+        ValueError: If an operator could not be counted.
 
     Example:
         >>> import torch
@@ -111,115 +101,64 @@ def count_flops(
     devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch))}
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     counter = FlopCount()
-    with isolated_random(device), preserved(model), torch.set_grad_enabled(backward), counter:
-        output = model(*batch, **inputs)
-        if backward:
-            _loss_of(output, loss).backward()
+    with isolated_random(device), preserved(model), counter:
+        outputs = tensors_of(model(*batch, **inputs))
+        parts = [output.sum() for output in outputs if output.requires_grad]
+        if parts:
+            torch.autograd.backward(parts)
     if counter.failures:
         raise ValueError(f"The FLOPs of these operators could not be counted: {counter.failures}.")
     return counter.flops
 
 
-def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    if loss is not None:
-        return loss(output)
-    parts = [t.sum() for t in tensors_of(output) if t.requires_grad]
-    if not parts:
-        raise ValueError(
-            "The output has no tensor with a gradient, so there is no backward pass to count: pass "
-            "backward=False, or a loss that returns a scalar."
-        )
-    return sum(parts[1:], parts[0])
-
-
-TF32 = "tf32"
-"""Products of 32-bit tensors, with their inputs rounded to TF32."""
-
-_PEAKS: dict[str, dict[torch.dtype | str, float]] = {
-    # Dense (without sparsity) tensor-core peaks in TFLOP/s. Where sums in 16 bits are faster, the
-    # peak is that of sums in 32 bits.
-    # NVIDIA Blackwell Architecture Technical Brief, 2024.
-    "B200": {"bf16": 2250.0, TF32: 1125.0, "fp32": 75.0},
-    "B100": {"bf16": 1750.0, TF32: 875.0, "fp32": 60.0},
-    # NVIDIA H200 and H100 Tensor Core GPU data sheets (their sparse figures halved).
-    "H200 NVL": {"bf16": 835.5, TF32: 417.5, "fp32": 60.0},
-    "H200": {"bf16": 989.4, TF32: 494.7, "fp32": 66.9},
-    "GH200": {"bf16": 989.4, TF32: 494.7, "fp32": 66.9},
-    "H100 NVL": {"bf16": 835.5, TF32: 417.5, "fp32": 60.0},
-    "H100 PCIE": {"bf16": 756.0, TF32: 378.0, "fp32": 51.2},
-    "H100": {"bf16": 989.4, TF32: 494.7, "fp32": 66.9},
-    # NVIDIA A100, A40, A30, A10 data sheets.
-    "A100": {"bf16": 312.0, TF32: 156.0, "fp32": 19.5},
-    "A40": {"bf16": 149.7, TF32: 74.8, "fp32": 37.4},
-    "A30": {"bf16": 165.0, TF32: 82.0, "fp32": 10.3},
-    "A10": {"bf16": 125.0, TF32: 62.5, "fp32": 31.2},
-    # NVIDIA L40S, L40, L4 data sheets (their sparse figures halved).
-    "L40S": {"bf16": 362.0, TF32: 183.0, "fp32": 91.6},
-    "L40": {"bf16": 181.0, TF32: 90.5, "fp32": 90.5},
-    "L4": {"bf16": 121.0, TF32: 60.0, "fp32": 30.3},
-    # NVIDIA Ada and Ampere GA102 GPU Architecture white papers, with sums in 32 bits.
-    "RTX 4090": {"bf16": 165.2, TF32: 82.6, "fp32": 82.6},
-    "RTX 4080": {"bf16": 97.5, TF32: 48.7, "fp32": 48.7},
-    "RTX 3090": {"bf16": 71.0, TF32: 35.6, "fp32": 35.6},
-    "RTX 3080": {"bf16": 59.5, TF32: 29.8, "fp32": 29.8},
-    "RTX A6000": {"bf16": 154.8, TF32: 77.4, "fp32": 38.7},
-    # NVIDIA V100 and T4 data sheets; their tensor cores support only fp16.
-    "V100-SXM": {"fp16": 125.0, "fp32": 15.7},
-    "V100": {"fp16": 112.0, "fp32": 14.0},
-    "T4": {"fp16": 65.0, "fp32": 8.1},
+PEAKS = {
+    "B200": (2250.0, 1125.0, 75.0),  # Blackwell Architecture Technical Brief, 2024
+    "H200 NVL": (835.5, 417.5, 60.0),  # data sheets, from here on; sparse figures are halved
+    "H200": (989.4, 494.7, 66.9),
+    "GH200": (989.4, 494.7, 66.9),
+    "H100 NVL": (835.5, 417.5, 60.0),
+    "H100 PCIE": (756.0, 378.0, 51.2),
+    "H100": (989.4, 494.7, 66.9),
+    "A100": (312.0, 156.0, 19.5),
+    "A40": (149.7, 74.8, 37.4),
+    "A10": (125.0, 62.5, 31.2),
+    "L40S": (362.0, 183.0, 91.6),
+    "L40": (181.0, 90.5, 90.5),
+    "L4": (121.0, 60.0, 30.3),
+    "RTX 4090": (165.2, 82.6, 82.6),  # Ada and Ampere GA102 GPU Architecture white papers
+    "RTX 3090": (71.0, 35.6, 35.6),
+    "RTX A6000": (154.8, 77.4, 38.7),
 }
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", TF32: TF32}
-_OTHERS = ("A10G", "A1000", "SUPER", " TI", "LAPTOP", "MOBILE", "MAX-Q", "MIG", " D ")
-"""Words in the names of cards, or of parts of cards, that are not in the table."""
+"""Dense peaks in TFLOP/s for inputs in 16 bits, TF32 and float32, with sums in 32 bits.
+
+The words of a key are in the name of the GPU. More specific names come first. Lightning's own table
+(2.6) finds no H200, and takes an L40S for an L4.
+"""
+
+VARIANTS = {"SUPER", "TI", "LAPTOP", "MOBILE", "MAX", "MIG", "D"}
+"""Words in the names of GPUs, or of parts of GPUs, whose peaks are not in the table."""
 
 
-def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | None:
+def peak_flops(gpu: str, precision: str) -> float | None:
     """Return the manufacturer's dense peak of a GPU in FLOP per second; None if unknown.
 
-    Args:
-        device: A device such as ``"cuda:0"``, or the name of a GPU such as ``"NVIDIA A100-SXM4"``.
-        dtype: Type of the inputs: ``torch.bfloat16``, ``float16``, ``float32``, or ``"tf32"``.
+    A multiplication and an addition count as two.
 
-    Returns:
-        FLOP per second. A multiplication and an addition count as two. None for a CPU, a part of a
-        GPU (MIG), a card that is not in the table, and a dtype that the card's entry lacks.
+    Args:
+        gpu: The name of the GPU.
+        precision: The Trainer's precision. For ``"32-true"``, the peak is that of TF32 if torch may
+            use it.
 
     Example:
-        >>> peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) / 1e12
+        >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16-mixed") / 1e12
         312.0
-        >>> peak_flops("cpu", torch.float32)
     """
-    name = _name_of(device)
-    if name is None or any(other in f"{name} " for other in _OTHERS):
+    words = set(gpu.upper().replace("-", " ").split())
+    if precision.startswith("64") or words & VARIANTS:
         return None
-    # Take the longest matching name: "L40S" before "L40" before "L4".
-    known = max((known for known in _PEAKS if _fits(known, name)), key=len, default="")
-    peaks, kind = _PEAKS.get(known, {}), _KINDS.get(dtype, str(dtype))
-    found = peaks.get(kind, peaks.get("bf16") if kind == "fp16" else None)
-    return None if found is None else found * 1e12
-
-
-def _name_of(device: torch.device | str) -> str | None:
-    if isinstance(device, str) and device.split(":")[0] not in ("cuda", "cpu", "mps", "meta"):
-        return device.upper()
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    peaks = next((PEAKS[name] for name in PEAKS if words.issuperset(name.split())), None)
+    if peaks is None:
         return None
-    return torch.cuda.get_device_name(device).upper()
-
-
-def _fits(known: str, name: str) -> bool:
-    """Return whether a GPU's name contains the words of a table entry, in order.
-
-    "A100-SXM4-80GB" is an A100 and "V100-SXM2" a V100-SXM, but "A1000" is not an A100.
-    """
-    words = (word if "-" in word else rf"{word}(?![A-Z0-9])" for word in known.split())
-    return re.search(r".*\b".join((r"\b", *words)), name.replace("_", " ")) is not None
-
-
-def matmul_dtype(precision: str) -> torch.dtype | str:
-    """Return the dtype of matrix products for a Trainer's precision; TF32 if torch may use it."""
-    for sign, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
-        if precision.startswith(sign):
-            return dtype
-    return torch.float32 if torch.get_float32_matmul_precision() == "highest" else TF32
+    if precision.startswith(("16", "bf16")):
+        return peaks[0] * 1e12
+    return peaks[1 + (torch.get_float32_matmul_precision() == "highest")] * 1e12

@@ -6,10 +6,12 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report, Verdict
-from lightning_opt.profiling.flops import matmul_dtype, peak_flops
+from lightning_opt.profiling.flops import peak_flops
 from lightning_opt.profiling.steps.phase_clock import COMMUNICATION, DATA, NAMES
 from lightning_opt.profiling.steps.step_measures import Measures
 from lightning_opt.profiling.steps.step_run import StepRun
@@ -94,8 +96,10 @@ class StepProfiler(BaseProfiler):
         trainer, stage = module.trainer, str(getattr(stage, "value", stage))
         self._run = StepRun(stage, trainer, self)
         self._last = self._runs[stage] = measures = self._run.measures
-        root, dtype = trainer.strategy.root_device, matmul_dtype(str(trainer.precision))
-        measures.peak = self.peak_flops or peak_flops(root, dtype)
+        measures.peak = self.peak_flops
+        root = trainer.strategy.root_device
+        if measures.peak is None and root.type == "cuda":
+            measures.peak = peak_flops(torch.cuda.get_device_name(root), str(trainer.precision))
 
     def start(self, action_name: str) -> None:
         """Start one of the Trainer's actions."""
