@@ -72,8 +72,8 @@ def advanced() -> Preset:
               "a warning where torch's slow attention kernel is used",
               "inspects the first batch")
         .plus(CompileModel, _compile_scope,
-              "torch.compile, if a measurement shows that it pays in the remaining steps",
-              "seven uncompiled steps, then seconds to minutes, and again for new shapes",
+              "torch.compile, for runs of at least several minutes",
+              "seconds to minutes in the first steps, and again for new shapes",
               _why_not_compile)
         .plus(ActivationCheckpointing, None,
               "recomputes blocks in the backward pass instead of keeping them",
@@ -94,7 +94,7 @@ def ultra() -> Preset:
         advanced().named("ultra", "Takes minutes before it pays, or changes the result: for long "
                          "runs.")
         .plus(CompileModel, _tuned_compile,
-              "torch.compile, on CUDA block by block with autotuned kernels, where it pays",
+              "torch.compile, on CUDA block by block with autotuned kernels",
               "minutes in the first steps on CUDA, and again for new shapes", _why_not_compile)
         .plus(MicroBatching, {"size": "auto"},
               "splits a batch that runs out of memory into the largest parts that fit",
@@ -286,14 +286,14 @@ def _why_not_compression(situation: Situation) -> str | None:
 def _compile_scope(situation: Situation) -> dict[str, Any]:
     # Each hook that gathers sharded parameters would break a graph of the whole model.
     scope = "regions" if situation.strategy == "fsdp2" else "model"
-    return {"scope": scope, "measure": True}
+    return {"scope": scope}
 
 
 def _tuned_compile(situation: Situation) -> dict[str, Any]:
     if situation.device != "cuda":  # on a CPU autotuning takes minutes, and regions are slower
         return _compile_scope(situation)
     # CUDA graphs overwrite gradients that are still being accumulated.
-    return {"mode": "max-autotune-no-cudagraphs", "scope": "regions", "measure": True}
+    return {"mode": "max-autotune-no-cudagraphs", "scope": "regions"}
 
 
 def _tuner_settings(situation: Situation) -> dict[str, Any]:

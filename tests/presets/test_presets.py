@@ -329,7 +329,7 @@ def test_choices_differ_for_one_gpu_eight_gpus_and_two_nodes():
     assert "strategy" not in parts(num_nodes=2, strategy="fsdp")
     found = {c.part.name: c for c in lo.preset("ultra").choose(accelerator="cuda", num_nodes=2)}
     assert found["strategy"].settings == "ddp_compressed"
-    assert found["CompileModel"].settings["measure"] is True
+    assert found["CompileModel"].settings["scope"] == "regions"
     found = reason(lo.preset("ultra"), "strategy", accelerator="cuda", devices=8)
     assert found == "all processes are on one machine, without a network between them"
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_opt.core.arguments import check_one_of
-from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.compiling import CLOCK
-from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.kernels.compiling.regions import EAGER, CompileOptions, Region
@@ -30,16 +26,6 @@ from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-# Number of untimed steps and of timed steps, first of uncompiled code and then of compiled code.
-WARMUP_STEPS = 2
-TIMED_STEPS = 5
-# Assumed seconds of compilation, at least.
-MIN_STARTUP_SECONDS = 20.0
-# Maximum share of a step's time that compiling is expected to save.
-MAX_SAVING_SHARE = 0.5
-# Minimum share of a step's time that compiling must save.
-MIN_SAVING_SHARE = 0.02
 
 MODES = ("auto", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead", "default")
 SCOPES = ("model", "regions")
@@ -94,10 +80,6 @@ class CompileModel(RunCallback):
             again for each new shape.
         fullgraph: Whether a region that cannot be traced into one graph counts as a failure.
         backend: As in ``torch.compile``, such as ``"inductor"`` or ``"aot_eager"``.
-        measure: Whether to measure if compiling saves time. A fit begins with a few timed
-            uncompiled steps. If the remaining steps could save the time of compilation, a few
-            compiled steps are timed, and the faster code is kept. All ranks make the same decision,
-            which the report contains.
 
     Raises:
         ValueError: In ``__init__`` for an unknown mode or scope, or a mode for another backend than
@@ -117,7 +99,7 @@ class CompileModel(RunCallback):
 
     only_one = True
     compiles_model = True
-    not_pickled = ("_stack", "_options", "_comparison")
+    not_pickled = ("_stack", "_options")
 
     def __init__(
         self,
@@ -126,7 +108,6 @@ class CompileModel(RunCallback):
         dynamic: bool | None = None,
         fullgraph: bool = False,
         backend: str | Callable[..., Any] = "inductor",
-        measure: bool = False,
     ) -> None:
         if check_one_of("mode", mode, MODES) != "auto" and backend != "inductor":
             raise ValueError(
@@ -138,9 +119,7 @@ class CompileModel(RunCallback):
         self.dynamic = dynamic
         self.fullgraph = fullgraph
         self.backend = backend
-        self.measure = measure
         self.regions: list[Region] = []
-        self._comparison: Comparison | None = None
         self._stack: ExitStack | None = None
         self._options: CompileOptions | None = None
         self._reset()
@@ -201,33 +180,22 @@ class CompileModel(RunCallback):
         CLOCK.start()
         self._stack.callback(CLOCK.stop)
         self._logged: dict[str, float] = {}
-        if self.measure and trainer.state.fn == "fit":
-            # Ranks measure together, even if compilation has failed on some of them.
-            compiles = any(region.mode != EAGER for region in self.regions)
-            if any(largest_over_ranks([float(compiles)], device)):
-                self._comparison = Comparison(self.regions, device)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore ``forward`` of the modules."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._options = self._comparison = None
+        self._stack = self._options = None
         self.regions = []
 
     # --- steps ----------------------------------------------------------------------------------
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Start the clock of the step, if compiling is measured."""
-        self.on_validation_batch_start()
-        if self._comparison is not None:
-            self._comparison.start_step()
-
-    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Mark the start of a step for CUDA graphs."""
         if self._options is not None and self._options.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
     def on_train_batch_end(
         self,
@@ -238,8 +206,6 @@ class CompileModel(RunCallback):
         batch_idx: int,
     ) -> None:
         """Log the values that changed."""
-        if self._comparison is not None:
-            self._comparison.end_step(trainer)
         scalars = self._scalars()
         if scalars != self._logged:
             self._logged = scalars
@@ -290,8 +256,6 @@ class CompileModel(RunCallback):
             for region in self.regions
         ]
         notes = [f"{r.name}: {r.reason}" for r in self.regions if r.reason]
-        if self._comparison is not None:
-            notes.append(f"Measured: {self._comparison.result or 'too few steps to decide'}.")
         return Report(self._report.title, rows, notes)
 
     def diagnose(self) -> list[Verdict]:
@@ -303,7 +267,7 @@ class CompileModel(RunCallback):
         finding = " ".join(
             [f"{compiled} of {len(rows)} regions ran compiled.", *self.report().notes]
         )
-        if compiled == len(rows) or (self.measure and not compiled):
+        if compiled == len(rows):
             return [Verdict("compilation", "ok", finding)]
         advice = "Change what could not be compiled, or remove CompileModel."
         return [Verdict("compilation", "look", finding, advice)]
@@ -311,83 +275,3 @@ class CompileModel(RunCallback):
     def report(self) -> Report:
         """Return one row per region: mode, seconds and graphs; the reasons of failures as notes."""
         return self._make_report() if self.regions else self._report
-
-
-def can_save_time(eager_seconds: float, remaining_steps: float) -> bool:
-    """Return whether the remaining steps could save more time than compilation takes.
-
-    Args:
-        eager_seconds: Seconds of an uncompiled step.
-        remaining_steps: Number of remaining steps.
-    """
-    return eager_seconds * remaining_steps * MAX_SAVING_SHARE > MIN_STARTUP_SECONDS
-
-
-class Comparison:
-    """Times the first steps of a training uncompiled, then compiled, and keeps the faster code.
-
-    All ranks decide by the mean of their times.
-
-    Args:
-        regions: The regions in their first mode; they are switched to uncompiled code.
-        device: The device that computes the steps.
-
-    Attributes:
-        result: The decision in words; empty until it is made.
-    """
-
-    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
-        self.regions = regions
-        self.result = ""
-        self._modes = [region.mode_index for region in regions]
-        self._device = device
-        self._clock = StepClock(device)
-        self._steps = 0
-        self._eager_seconds = 0.0
-        self._run_eagerly()
-
-    def _run_eagerly(self) -> None:
-        for region in self.regions:
-            region.use_mode(len(region.modes) - 1)
-
-    def start_step(self) -> None:
-        """Start the clock, after the device has finished earlier work."""
-        if not self.result:
-            wait_for(self._device)
-            self._clock.start()
-
-    def end_step(self, trainer: pl.Trainer) -> None:
-        """End a step; after enough steps, continue with compiled code or decide."""
-        if self.result:
-            return
-        wait_for(self._device)
-        self._clock.stop()
-        self._clock.pause()
-        self._steps += 1
-        if self._steps < WARMUP_STEPS + TIMED_STEPS:
-            return
-        median = statistics.median(self._clock.read(wait=True)[WARMUP_STEPS:])
-        local_median = torch.tensor(median, device=trainer.strategy.root_device)
-        median = float(trainer.strategy.reduce(local_median, reduce_op="mean"))
-        self._steps = 0
-        if self._eager_seconds:
-            eager_ms = 1e3 * self._eager_seconds
-            times = f"a step takes {1e3 * median:.3g} ms, and {eager_ms:.3g} ms uncompiled"
-            is_faster = median <= (1 - MIN_SAVING_SHARE) * self._eager_seconds
-            self.result = f"{'kept' if is_faster else 'reverted'}: {times}"
-            if not is_faster:
-                self._run_eagerly()
-            return
-        self._eager_seconds = median
-        remaining_steps = _remaining_steps(trainer)
-        if can_save_time(median, remaining_steps):
-            for region, mode in zip(self.regions, self._modes, strict=True):
-                region.use_mode(mode)
-            return
-        steps = f"{remaining_steps:.0f} steps of {1e3 * median:.3g} ms remain"
-        self.result = f"not compiled: {steps}, which cannot save the time that compilation takes"
-
-
-def _remaining_steps(trainer: pl.Trainer) -> float:
-    steps = trainer.estimated_stepping_batches - trainer.global_step
-    return max(0.0, steps * trainer.accumulate_grad_batches) if steps < math.inf else math.inf
