@@ -6,8 +6,6 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_opt.core.arguments import check_between
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.measure.timing import StepClock
@@ -74,7 +72,7 @@ class PerformanceMonitor(RunCallback):
         sample_seconds: Seconds between two samples of the machine, at least 0.01.
         tokens: Number of tokens per sample, or a key of the batch. With a key, the elements of that
             tensor are counted, including padding.
-        slowdown: Drop of throughput that triggers a warning, from 0.01 to 0.99; None for never.
+        slowdown: Drop of throughput that triggers a warning, from 0.01 to 0.99.
 
     Attributes:
         record: The measurements of the last run.
@@ -97,14 +95,12 @@ class PerformanceMonitor(RunCallback):
         every_n_steps: int = 50,
         sample_seconds: float = 1.0,
         tokens: int | str | None = None,
-        slowdown: float | None = 0.1,
+        slowdown: float = 0.1,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.sample_seconds = check_between("sample_seconds", sample_seconds, 0.01, 3600)
         self.tokens = check_tokens(tokens)
-        self.slowdown = (
-            None if slowdown is None else check_between("slowdown", slowdown, 0.01, 0.99)
-        )
+        self.slowdown = check_between("slowdown", slowdown, 0.01, 0.99)
         self._clock: StepClock | None = None
         self._sampler: Sampler | None = None
         self._reset_history()
@@ -121,14 +117,13 @@ class PerformanceMonitor(RunCallback):
         self.record = Record()
         self._seen = 0
         self._window_step = 0
-        self._latest: dict[str, float] = {}
         self._amounts: deque[tuple[int, int]] = deque()
         self._losses = LossHistory(self.record.losses, delay=1)
 
     @property
     def fall(self) -> Slowdown | None:
         """The slowdown of the run (step, throughput before and after), or None."""
-        return None if self.slowdown is None else self._throughput.find_slowdown(self.slowdown)
+        return self._throughput.find_slowdown(self.slowdown)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Reset the history of the throughput."""
@@ -139,11 +134,8 @@ class PerformanceMonitor(RunCallback):
         """Start the clock."""
         self.release(trainer)
         self._reset_run()
-        device = trainer.strategy.root_device
-        cuda = device.type == "cuda"
-        self.record.device = torch.cuda.get_device_name(device) if cuda else str(device)
         self.record.ranks = trainer.world_size
-        self._clock = StepClock(device)
+        self._clock = StepClock(trainer.strategy.root_device)
         self._window_step = trainer.global_step
         whole = self._throughput.whole
         if whole and whole[-1][0] > trainer.global_step:
@@ -171,15 +163,11 @@ class PerformanceMonitor(RunCallback):
         self._tokens_of(batch)  # raises if the batch has no such key
         device = trainer.strategy.root_device
         gpu = find_gpu(device)
-        if gpu is not None:
-            self.record.notes.append(f"GPU values are NVML's for {gpu.name}.")
-        elif device.type == "cuda":
-            note = (
-                "NVML is not available or does not list this GPU, so use, power and temperature "
-                "are missing."
+        if gpu is None and device.type == "cuda":
+            log.warning(
+                "PerformanceMonitor: NVML is not available or does not list this GPU, so its use, "
+                "power and temperature are missing. Training continues."
             )
-            self.record.notes.append(note)
-            log.warning("PerformanceMonitor: %s Training continues.", note)
         self._sampler = Sampler(self.sample_seconds, gpu)
 
     def on_train_batch_end(
@@ -216,8 +204,7 @@ class PerformanceMonitor(RunCallback):
         start, self._window_step = self._window_step, trainer.global_step
         samples = Record()
         samples.add(self._take_samples())
-        self._latest |= samples.means()
-        scalars = dict(self._latest)
+        scalars = samples.means()
         if window.steps.count:
             scalars["step_seconds"] = window.steps.quantile(0.5)
             scalars["step_p95_seconds"] = window.steps.quantile(0.95)
@@ -234,8 +221,6 @@ class PerformanceMonitor(RunCallback):
 
     def _check_throughput(self, trainer: pl.Trainer, start: int, window: Work) -> None:
         """Add a window to the throughput history. Warn once if throughput has fallen."""
-        if self.slowdown is None:
-            return
         amount = window.samples if self.tokens is None else window.tokens
         self._throughput.add(start, amount, max(window.steps.total, 1e-9))
         if self._warned:
@@ -260,7 +245,7 @@ class PerformanceMonitor(RunCallback):
 
     def diagnose(self) -> list[Verdict]:
         """Return the verdicts on throughput and convergence."""
-        return judge(self.record, self.fall, watched=self.slowdown is not None)
+        return judge(self.record, self.fall)
 
     def _tokens_of(self, batch: Any) -> int:
         return 0 if self.tokens is None else tokens_in(batch, self.tokens, "PerformanceMonitor")
@@ -270,8 +255,6 @@ class PerformanceMonitor(RunCallback):
         if self._sampler is not None:
             self._sampler.stop()
             self._take_samples()
-            if self._sampler.failure:
-                self.record.notes.append(f"Sampling stopped: {self._sampler.failure}.")
             self._sampler = None
         self._clock = None
         self._losses.clear()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -30,52 +33,34 @@ JOIN_SECONDS = 5.0
 THREAD_NAME = "lightning_opt.PerformanceMonitor"
 
 
-class GpuReader:
-    """Reads one GPU through NVML.
+def read_gpu(library: ModuleType, handle: Any) -> dict[str, float]:
+    """Read a GPU through NVML. This takes a few milliseconds, and other Python threads can run.
 
     Args:
         library: The module ``pynvml``, initialised.
         handle: The handle of the device or MIG slice.
+
+    Returns:
+        Values by logged name: the percentage of recent time in which a kernel ran, the memory used
+        by all processes, power, and temperature. Values that the driver does not provide (such as
+        the use of a MIG slice) are missing.
     """
-
-    def __init__(self, library: ModuleType, handle: Any) -> None:
-        self._library, self._handle = library, handle
-
-    @property
-    def name(self) -> str:
-        """The GPU's UUID in NVML's notation."""
-        return str(self._query(self._library.nvmlDeviceGetUUID))
-
-    def read(self) -> dict[str, float]:
-        """Read the GPU. This takes up to a few milliseconds, and other Python threads can run.
-
-        Returns:
-            Values by logged name: the percentage of recent time in which a kernel ran, the memory
-            used by all processes, power, and temperature. Values that the driver does not provide
-            (such as the use of a MIG slice) are missing.
-        """
-        library = self._library
-        use = self._query(library.nvmlDeviceGetUtilizationRates)
-        memory = used_memory(library, self._handle)
-        watts = self._query(library.nvmlDeviceGetPowerUsage)
-        celsius = self._query(library.nvmlDeviceGetTemperature, library.NVML_TEMPERATURE_GPU)
-        found = {
-            "gpu_percent": None if use is None else float(use.gpu),
-            "gpu_memory_mb": None if memory is None else memory / MB,
-            "gpu_watts": None if watts is None else watts / 1000,
-            "gpu_celsius": None if celsius is None else float(celsius),
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _query(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(self._handle, *arguments)
-        except self._library.NVMLError:
-            return None
+    found: dict[str, float] = {}
+    with contextlib.suppress(library.NVMLError):
+        found["gpu_percent"] = float(library.nvmlDeviceGetUtilizationRates(handle).gpu)
+    memory = used_memory(library, handle)
+    if memory is not None:
+        found["gpu_memory_mb"] = memory / MB
+    with contextlib.suppress(library.NVMLError):
+        found["gpu_watts"] = library.nvmlDeviceGetPowerUsage(handle) / 1000
+    with contextlib.suppress(library.NVMLError):
+        sensor = library.NVML_TEMPERATURE_GPU
+        found["gpu_celsius"] = float(library.nvmlDeviceGetTemperature(handle, sensor))
+    return found
 
 
-def find_gpu(device: torch.device) -> GpuReader | None:
-    """Return a reader for a CUDA device; None without NVML, or if NVML cannot find the device.
+def find_gpu(device: torch.device) -> Callable[[], dict[str, float]] | None:
+    """Return a function that reads a GPU; None if this is no GPU or NVML does not list it.
 
     CUDA and NVML number devices differently, so the device is identified by its UUID. A MIG slice
     is identified by its name in ``CUDA_VISIBLE_DEVICES``, because CUDA may report the UUID of the
@@ -90,54 +75,21 @@ def find_gpu(device: torch.device) -> GpuReader | None:
     if not name.startswith("MIG-"):
         name = str(torch.cuda.get_device_properties(index).uuid)
     handle = find_handle(library, name)
-    return None if handle is None else GpuReader(library, handle)
-
-
-class Processes:
-    """CPU time and memory of this process and all its descendants."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, psutil.Process] = {}
-        self.sample()
-
-    def sample(self) -> tuple[float, int, int]:
-        """Return CPU percent since the last call, resident bytes, and the number of descendants."""
-        import psutil
-
-        known, self._known = self._known, {}
-        percent, resident = 0.0, 0
-        for pid in (os.getpid(), *descendants(os.getpid())):
-            with contextlib.suppress(psutil.Error):  # the process has just ended
-                process = known.get(pid) or psutil.Process(pid)
-                percent += process.cpu_percent()
-                resident += process.memory_info().rss
-                self._known[pid] = process
-        return percent, resident, len(self._known) - 1
+    return None if handle is None else partial(read_gpu, library, handle)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the process IDs of all descendants of ``pid``.
+    """Return the process IDs of all descendants of ``pid``."""
+    import psutil
 
-    Linux usually lists the children of each thread. Otherwise psutil has to check every process.
-    """
-    try:
-        direct = [
-            int(child)
-            for task in os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - faster
-            for child in _read(f"/proc/{pid}/task/{task}/children").split()
-        ]
-    except OSError:
-        import psutil
-
-        with contextlib.suppress(psutil.Error):  # the process has just ended
+    with contextlib.suppress(OSError, psutil.Error):  # the process has just ended
+        if sys.platform != "linux":
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-        return []
-    return direct + [below for child in direct for below in descendants(child)]
-
-
-def _read(path: str) -> str:
-    with open(path) as file:  # noqa: PTH123 - pathlib takes twice as long
-        return file.read()
+        # psutil would read every process of the machine.
+        lists = Path(f"/proc/{pid}/task").glob("*/children")
+        direct = [int(child) for file in lists for child in file.read_text().split()]
+        return direct + [below for child in direct for below in descendants(child)]
+    return []
 
 
 class Sampler:
@@ -149,15 +101,12 @@ class Sampler:
 
     Args:
         seconds: Seconds between two samples.
-        gpu: The reader of the GPU; None without a GPU or without NVML.
-
-    Attributes:
-        failure: The error that ended the thread; empty if there was none.
+        gpu: A function that reads the GPU; None without a GPU or without NVML.
     """
 
-    def __init__(self, seconds: float, gpu: GpuReader | None) -> None:
-        self.failure = ""
+    def __init__(self, seconds: float, gpu: Callable[[], dict[str, float]] | None) -> None:
         self._seconds, self._gpu = seconds, gpu
+        self._processes: dict[int, psutil.Process] = {}
         self._samples: deque[dict[str, float]] = deque(maxlen=MAX_SAMPLES)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -165,18 +114,29 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            processes = Processes()
+            self._sample()  # CPU percent counts from here
             while not self._ended.wait(self._seconds):
-                percent, resident, children = processes.sample()
-                sample = {
-                    "cpu_percent": percent,
-                    "rss_mb": resident / MB,
-                    "child_processes": float(children),
-                }
-                self._samples.append(sample | (self._gpu.read() if self._gpu is not None else {}))
+                self._samples.append(self._sample())
         except Exception as error:  # noqa: BLE001 - a failed sample must not end the run
-            self.failure = f"{type(error).__name__}: {error}"
-            log.warning("PerformanceMonitor stopped sampling: %s", self.failure)
+            log.warning("PerformanceMonitor stopped sampling: %r. Training continues.", error)
+
+    def _sample(self) -> dict[str, float]:
+        import psutil
+
+        known, self._processes = self._processes, {}
+        percent, resident = 0.0, 0
+        for pid in (os.getpid(), *descendants(os.getpid())):
+            with contextlib.suppress(psutil.Error):  # the process has just ended
+                process = known.get(pid) or psutil.Process(pid)
+                percent += process.cpu_percent()
+                resident += process.memory_info().rss
+                self._processes[pid] = process
+        return {
+            "cpu_percent": percent,
+            "rss_mb": resident / MB,
+            "child_processes": float(len(self._processes) - 1),
+            **(self._gpu() if self._gpu is not None else {}),
+        }
 
     def take(self) -> list[dict[str, float]]:
         """Return the samples since the last call, oldest first."""

@@ -195,20 +195,17 @@ class Record:
     """The measurements of a run.
 
     Attributes:
-        device: Name of the device.
         ranks: Number of processes.
         work: The timed steps.
         losses: The loss of each batch at which a report was due, by the batch's number.
         samples: Count, sum and largest value of each sampled quantity.
-        notes: Notes on the sampling.
     """
 
     def __init__(self) -> None:
-        self.device, self.ranks = "", 1
+        self.ranks = 1
         self.work = Work()
         self.losses = History()
         self.samples: dict[str, tuple[int, float, float]] = {}
-        self.notes: list[str] = []
 
     def add(self, samples: Sequence[Mapping[str, float]]) -> None:
         """Add samples to the count, sum and largest value of each quantity."""
@@ -246,10 +243,7 @@ def build_report(record: Record, slowdown: Slowdown | None) -> Report:
         )
     if slowdown is not None:
         notes.append(describe(slowdown))
-    title = f"PerformanceMonitor: {times.count} steps"
-    if record.device:
-        title += f" on {record.device}"
-    return Report(title, rows, [*notes, *record.notes])
+    return Report(f"PerformanceMonitor: {times.count} steps", rows, notes)
 
 
 def _row(quantity: str, unit: str, typical: float, high: float | None = None) -> dict[str, Any]:
@@ -264,23 +258,16 @@ def describe(slowdown: Slowdown) -> str:
     )
 
 
-def judge(record: Record, slowdown: Slowdown | None, *, watched: bool) -> list[Verdict]:
-    """Return the verdicts on throughput and convergence.
-
-    Args:
-        record: The measurements.
-        slowdown: The slowdown of the run, or None.
-        watched: Whether the monitor looked for slowdowns.
-    """
+def judge(record: Record, slowdown: Slowdown | None) -> list[Verdict]:
+    """Return the verdicts on throughput and convergence."""
     if not record.work.steps.count:
         finding = "PerformanceMonitor has not timed a step yet."
         return [Verdict("throughput", "unknown", finding, "Train more than two steps.")]
-    throughput = _judge_throughput(record, slowdown, watched=watched)
     losses = [loss for _, loss in record.losses.points.get("loss", ())]
-    return [throughput, _judge_convergence(losses)]
+    return [_judge_throughput(record, slowdown), _judge_convergence(losses)]
 
 
-def _judge_throughput(record: Record, slowdown: Slowdown | None, *, watched: bool) -> Verdict:
+def _judge_throughput(record: Record, slowdown: Slowdown | None) -> Verdict:
     step = f"A step takes {1e3 * record.work.steps.quantile(0.5):.3g} ms"
     use = record.means().get("gpu_percent", 100.0)
     if slowdown is not None:
@@ -291,9 +278,6 @@ def _judge_throughput(record: Record, slowdown: Slowdown | None, *, watched: boo
         finding = f"{step}; the GPU was busy {use:.0f}% of the time."
         advice = "Trainer(profiler=StepProfiler()) measures what the GPU waits for."
         return Verdict("throughput", "look", finding, advice, gain=1 - use / 100)
-    if not watched:
-        finding = f"{step}; slowdowns were not monitored."
-        return Verdict("throughput", "unknown", finding, "Set slowdown=0.1.")
     return Verdict("throughput", "ok", f"{step}, and throughput has not fallen.")
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,6 @@ from lightning_opt.core.measure.memory import resident_memory
 from lightning_opt.profiling.monitor import sampling
 from lightning_opt.profiling.monitor.sampling import (
     THREAD_NAME,
-    Processes,
     Sampler,
     descendants,
     find_gpu,
@@ -28,46 +28,35 @@ from tests.helpers.models import SmallNet
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
-def test_descendants_and_their_use_are_found():
-    before = Processes().sample()[2]  # such as the server that earlier tests' trainings fork from
-    busy = "while True: pass"
-    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+def test_descendants_and_their_use_are_sampled(monkeypatch):
+    nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     child = subprocess.Popen([sys.executable, "-c", nested])
+    sampler = Sampler(0.01, None)
     try:
-        processes = Processes()
-        deadline = time.monotonic() + 20
-        spent = 0.0
-        while spent < 0.2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-            percent, rss, children = processes.sample()
-            spent = max(spent, percent / 100)
-        assert children == before + 2
-        assert spent >= 0.2
-        assert rss > resident_memory()
-        assert len(descendants(child.pid)) == 1
+        deadline = time.monotonic() + 100
+        while not descendants(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        family = [child.pid, *descendants(child.pid)]
+        assert len(family) == 2
+        sampler.take()
+        samples: list[dict[str, float]] = []
+        while time.monotonic() < deadline:  # the child has to get 0.2 s of processor time
+            samples += sampler.take()
+            if sum(sample["cpu_percent"] for sample in samples) > 20 / 0.01:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("The CPU use of a busy descendant was not sampled.")
+        number = len(descendants(os.getpid()))  # with others, such as the fork server of tests
+        assert samples[-1]["child_processes"] == number >= 2
+        assert samples[-1]["rss_mb"] * 2**20 > resident_memory()
+        monkeypatch.setattr(sys, "platform", "darwin")
+        assert set(family) <= set(descendants(os.getpid()))
     finally:
-        for pid in [*descendants(child.pid), child.pid]:
-            subprocess.run(["kill", "-9", str(pid)], check=False)
+        sampler.stop()
+        for pid in family[::-1]:
+            os.kill(pid, signal.SIGKILL)
         child.wait()
-    assert child.pid not in descendants(1)
-    assert Processes().sample()[2] == before
-
-
-def without_lists(path, listdir=os.listdir):
-    if str(path).endswith("/task"):
-        raise FileNotFoundError(path)
-    return listdir(path)
-
-
-def test_descendants_are_found_without_proc(monkeypatch):
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(os, "listdir", without_lists)
-            assert child.pid in descendants(os.getpid())
-    finally:
-        child.kill()
-        child.communicate()
     assert descendants(child.pid) == []
 
 
@@ -86,7 +75,8 @@ class Watcher(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.seen.append(len(alive()))
-        time.sleep(0.05)
+        while not trainer.callbacks[1]._sampler._samples:
+            time.sleep(0.005)
 
 
 def test_thread_runs_from_the_first_batch_to_the_end_of_training():
@@ -96,7 +86,7 @@ def test_thread_runs_from_the_first_batch_to_the_end_of_training():
     assert watcher.seen == [0, *[1] * 12]
     assert alive() == []
     for key in ("cpu_percent", "rss_mb", "child_processes"):
-        assert logger.series(f"perf/{key}")
+        assert len(logger.series(f"perf/{key}")) == 3
     own = psutil.Process()  # and whatever earlier tests have left running below it
     resident = sum(p.memory_info().rss for p in [own, *own.children(recursive=True)]) / 2**20
     assert logger.series("perf/rss_mb")[-1] == pytest.approx(resident, rel=0.2)
@@ -111,18 +101,15 @@ def test_thread_ends_after_an_exception():
 
 
 def test_failed_sample_ends_the_thread_but_not_the_run(caplog):
-    class Broken:
-        def read(self):
-            raise OSError("planted")
+    def broken():
+        raise OSError("planted")
 
     with caplog.at_level(logging.WARNING):
-        sampler = Sampler(0.01, Broken())
-        deadline = time.monotonic() + 20
-        while alive() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        sampler = Sampler(0.01, broken)
+        sampler._thread.join(100)
+    assert alive() == []
     sampler.stop()
-    assert sampler.failure == "OSError: planted"
-    assert "stopped sampling: OSError: planted" in caplog.text
+    assert "stopped sampling: OSError('planted')" in caplog.text
 
 
 # --- the GPU ---
@@ -148,9 +135,6 @@ class Driver:
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
         if uuid not in self.devices:
             raise self.NVMLError("Not Found")
-        return uuid
-
-    def nvmlDeviceGetUUID(self, uuid: str) -> str:  # noqa: N802
         return uuid
 
     def nvmlDeviceGetUtilizationRates(self, uuid: str) -> Any:  # noqa: N802
@@ -187,58 +171,41 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_gpu_is_found_by_its_uuid(cuda):
-    found = find_gpu(torch.device("cuda", 0))
-    assert found.name == "GPU-01cc"
-    assert found.read() == {
+    assert find_gpu(torch.device("cuda", 0))() == {
         "gpu_percent": 30.0,
         "gpu_memory_mb": 3 / 2**20,
         "gpu_watts": 70.0,
         "gpu_celsius": 33.0,
     }
-    assert find_gpu(torch.device("cuda", 1)).name == "GPU-00aa"
+    assert find_gpu(torch.device("cuda", 1))()["gpu_celsius"] == 31.0
     assert find_gpu(torch.device("cuda", 2)) is None
     assert find_gpu(torch.device("cpu")) is None
-    cuda.setattr(sampling, "open_nvml", lambda: None)
-    assert find_gpu(torch.device("cuda", 0)) is None
 
 
 def test_mig_slice_is_found_by_its_name_and_has_only_memory(cuda):
     cuda.setenv("CUDA_VISIBLE_DEVICES", "MIG-7, 0")
-    found = find_gpu(torch.device("cuda", 0))
-    assert found.name == "MIG-7"
-    assert found.read() == {"gpu_memory_mb": 101 / 2**20}
-    assert find_gpu(torch.device("cuda", 1)).name == "GPU-00aa"
-
-
-class OnGpu(Callback):
-    """Makes later callbacks see a CUDA device at the first batch."""
-
-    def __init__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 0:
-            device = torch.device("cuda", 0)
-            self.patch.setattr(type(trainer.strategy), "root_device", device)
-
-
-class OnCpuAgain(OnGpu):
-    def __init__(self, other: OnGpu) -> None:
-        self.other = other
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.other.patch.undo()
+    assert find_gpu(torch.device("cuda", 0))() == {"gpu_memory_mb": 101 / 2**20}
+    assert find_gpu(torch.device("cuda", 1))()["gpu_celsius"] == 31.0
 
 
 def test_missing_nvml_warns_once_and_training_continues(monkeypatch, caplog):
+    class OnGpu(Callback):
+        """Shows a CUDA device to the monitor, at the first batch."""
+
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 0:
+                device = torch.device("cuda", 0)
+                monkeypatch.setattr(type(trainer.strategy), "root_device", device)
+
+    class OnCpuAgain(Callback):
+        def on_train_batch_start(self, *args):
+            monkeypatch.undo()
+
     monkeypatch.setattr(sampling, "open_nvml", lambda: None)
-    monitor, on_gpu = lo.PerformanceMonitor(), OnGpu()
-    callbacks = [on_gpu, monitor, OnCpuAgain(on_gpu)]
+    callbacks = [OnGpu(), lo.PerformanceMonitor(), OnCpuAgain()]
     with caplog.at_level(logging.WARNING):
         quiet_trainer(callbacks=callbacks, max_epochs=2).fit(SmallNet())
     assert caplog.text.count("NVML is not available or does not list this GPU") == 1
-    assert any("NVML is not available" in note for note in monitor.report().notes)
-    assert monitor.report().rows[0]["quantity"] == "step"
 
 
 @pytest.mark.gpu
@@ -250,5 +217,3 @@ def test_gpu_is_timed_and_sampled():
     assert "238 steps" in monitor.report().title
     for key in ("step_seconds", "gpu_percent", "gpu_memory_mb", "gpu_watts", "gpu_celsius"):
         assert logger.series(f"perf/{key}"), key
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    assert any(uuid in note or "MIG-" in note for note in monitor.report().notes)
