@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -17,8 +18,6 @@ ADVICE = (
     "Give a torch DataLoader with batch_size=..., or a batch sampler that reads its attribute "
     "batch_size in each iteration."
 )
-
-MAX_SAVED_LOADERS = 8
 
 
 def batch_size_of(loader: Any) -> int | None:
@@ -44,51 +43,39 @@ def check_loader(loader: Any) -> int:
     Raises:
         ValueError: If the batch size of the loader cannot be changed.
     """
-    size = batch_size_of(loader)
-    if size is not None:
-        return size
-    name = type(loader).__qualname__
+    size, name = batch_size_of(loader), type(loader).__qualname__
     if not isinstance(loader, DataLoader):
         reason = f"{name} is not a torch DataLoader"
     elif loader.batch_sampler is None:
         reason = f"{name} has batch_size=None, so its dataset makes the batches"
-    else:
+    elif size is None:
         reason = f"its batch sampler {type(loader.batch_sampler).__qualname__} has no batch_size"
+    elif _ignores_its_batch_size(loader.batch_sampler, size):
+        reason = f"its batch sampler {type(loader.batch_sampler).__qualname__} ignores batch_size"
+    else:
+        return size
     raise ValueError(f"The batch size of the loader cannot be changed: {reason}. {ADVICE}")
 
 
-def set_batch_size(loader: DataLoader[Any], size: int) -> None:
-    """Set the batch size from the next iteration on.
+def _ignores_its_batch_size(sampler: Any, size: int) -> bool:
+    """Return whether twice the batch size gives as many batches."""
+    if type(sampler) is BatchSampler:
+        return False
+    try:
+        batches = len(sampler)
+        sampler.batch_size = 2 * size
+        return batches == len(sampler) > 1
+    except (TypeError, NotImplementedError):  # it has no length
+        return False
+    finally:
+        sampler.batch_size = size
 
-    Raises:
-        ValueError: If the batch sampler ignores the new size.
-    """
-    sampler: Any = loader.batch_sampler
-    old_size, batches = sampler.batch_size, _length(sampler)
-    sampler.batch_size = size
+
+def set_batch_size(loader: DataLoader[Any], size: int) -> None:
+    """Set the batch size from the next iteration on."""
+    loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
     if loader.batch_size is not None:
         object.__setattr__(loader, "batch_size", size)  # DataLoader itself forbids setting it
-    if type(sampler) is BatchSampler or batches is None or size == old_size:
-        return
-    if _length(sampler) == batches and _must_change(batches, old_size, size):
-        sampler.batch_size = old_size
-        raise ValueError(
-            f"The batch sampler {type(sampler).__qualname__} has as many batches with "
-            f"batch_size={size} as with {old_size}, so it ignores it. {ADVICE}"
-        )
-
-
-def _must_change(batches: int, old_size: int, size: int) -> bool:
-    """Return whether the number of batches must differ between the two sizes."""
-    min_samples, max_samples = (batches - 1) * old_size + 1, batches * old_size
-    return not -(-min_samples // size) <= batches <= -(-max_samples // size)
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def data_ranks(trainer: pl.Trainer) -> int:
@@ -112,37 +99,32 @@ def check_single_loader(trainer: pl.Trainer) -> None:
         )
 
 
-class LoaderSizes:
-    """Intercepts each training loader after Lightning has added its sampler.
+@contextmanager
+def intercepted_loaders(
+    trainer: pl.Trainer, on_training_loader: Callable[[Any], None]
+) -> Iterator[None]:
+    """Call a function with each training loader after Lightning has added its sampler.
 
     Lightning makes a new loader with a DistributedSampler if needed. The strategy's
-    ``process_dataloader`` is the only hook after that.
+    ``process_dataloader`` is the only hook after that. At the end, the batch sizes of the loaders
+    are restored.
     """
+    original = trainer.strategy.process_dataloader
+    sizes: WeakKeyDictionary[DataLoader[Any], tuple[int, Any]] = WeakKeyDictionary()
 
-    def __init__(self, trainer: pl.Trainer, on_training_loader: Callable[[Any], None]) -> None:
-        strategy = trainer.strategy
-        original = strategy.process_dataloader
-        self._saved: list[tuple[DataLoader[Any], int, Any]] = []
-        self._stack = ExitStack()
+    def process_dataloader(dataloader: Any) -> Any:
+        loader = original(dataloader)
+        if trainer.training:
+            size = batch_size_of(loader)
+            if size is not None:
+                sizes.setdefault(loader, (size, loader.batch_size))
+            on_training_loader(loader)
+        return loader
 
-        def process_dataloader(dataloader: Any) -> Any:
-            loader = original(dataloader)
-            if trainer.training:
-                self._save(loader)
-                on_training_loader(loader)
-            return loader
-
-        self._stack.enter_context(replaced(strategy, process_dataloader=process_dataloader))
-
-    def _save(self, loader: Any) -> None:
-        size = batch_size_of(loader)
-        if size is not None and all(loader is not saved for saved, _, _ in self._saved):
-            # Loaders made by the Trainer are restored too, which is harmless.
-            self._saved = [(loader, size, loader.batch_size), *self._saved][:MAX_SAVED_LOADERS]
-
-    def close(self) -> None:
-        self._stack.close()
-        for loader, sampler_size, loader_size in self._saved:
+    try:
+        with replaced(trainer.strategy, process_dataloader=process_dataloader):
+            yield
+    finally:
+        for loader, (sampler_size, loader_size) in sizes.items():
             loader.batch_sampler.batch_size = sampler_size  # type: ignore[union-attr]
             object.__setattr__(loader, "batch_size", loader_size)
-        self._saved = []

@@ -24,7 +24,6 @@ EXEMPT = (reading.__file__, comparison.__file__, fixed_draws.__file__, state_kin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script"),  # torch's compiler imports it
-    pytest.mark.filterwarnings("ignore:Trials of batch sizes run without"),
     pytest.mark.filterwarnings("ignore:.*parts of a batch"),  # fake gradients cannot be compared
 ]
 

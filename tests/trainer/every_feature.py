@@ -110,7 +110,6 @@ def features(pl: Any) -> dict[str, dict[str, Any]]:
             "callbacks": [lo.GradientHealth(every_n_steps=3), Counter(), lo.DataMonitor()],
             "kind": OwnTrainer,
         },
-        "DynamicBatchSize.find": {"callbacks": [lo.DynamicBatchSize(find=True, max_size=8)]},
         "DynamicLossScale": {"plugins": [lo.DynamicLossScale(init_scale=256.0)]},
         "StepProfiler": {"profiler": lo.StepProfiler(print_table=False)},
     }

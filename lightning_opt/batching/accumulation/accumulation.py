@@ -20,9 +20,9 @@ from lightning_opt.batching.accumulation.counting import (
     windows_by_step,
 )
 from lightning_opt.batching.loader_sizes import (
-    LoaderSizes,
     data_ranks,
     has_several_loaders,
+    intercepted_loaders,
 )
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.splitting import Splitter
@@ -160,7 +160,7 @@ class Accumulation(RunCallback):
             # Makes `estimated_stepping_batches` correct for a fixed number of batches.
             trainer.accumulate_grad_batches = self._batches_at(0)
         else:
-            self._stack.callback(LoaderSizes(trainer, self._follow_loader).close)
+            self._stack.enter_context(intercepted_loaders(trainer, self._follow_loader))
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Discard the window of another model."""

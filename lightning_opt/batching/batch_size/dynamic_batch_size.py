@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_opt.batching.batch_size.learning_rates import ScaledRates
 from lightning_opt.batching.batch_size.search import FoundSizes
 from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.batching.loader_sizes import (
-    LoaderSizes,
     check_loader,
     check_single_loader,
     data_ranks,
+    intercepted_loaders,
     set_batch_size,
 )
 from lightning_opt.core.arguments import check_at_least, check_between, check_one_of, check_positive
@@ -68,13 +69,10 @@ class DynamicBatchSize(RunCallback):
             ``"linear"`` or ``"sqrt"``. The samples per step are then not kept.
         keep_effective: Samples per optimizer step over all ranks; None for the loader's batch size
             times ``accumulate_grad_batches`` times the number of ranks.
-        find: ``"largest"`` or ``True`` for the largest size, ``"fastest"`` for the size with the
-            most samples per second.
+        find: ``"largest"``, or ``"fastest"`` for the size with the most samples per second.
         budget_mb: An additional limit on the memory of this process on its device.
-        grow: Removed. A number raises an error that says what to use.
 
     Raises:
-        TypeError: In ``__init__`` for ``grow``.
         ValueError: In ``__init__`` for arguments that are out of range or exclude each other. In
             ``setup`` under DeepSpeed, and on several ranks under FSDP, tensor parallelism or
             SyncBatchNorm; without ``scale_lr`` also under manual optimisation, or if another
@@ -98,21 +96,9 @@ class DynamicBatchSize(RunCallback):
         max_size: int | None = None,
         scale_lr: Literal["linear", "sqrt"] | None = None,
         keep_effective: int | None = None,
-        find: Literal["largest", "fastest"] | bool = "largest",
+        find: Literal["largest", "fastest"] = "largest",
         budget_mb: float | None = None,
-        grow: float | None = None,
     ) -> None:
-        if grow is not None:
-            raise TypeError(
-                "DynamicBatchSize has no argument grow any more: it searches the batch size before "
-                "training and does not change it between epochs. Leave grow out. "
-                'MicroBatching("auto") handles memory that changes during training.'
-            )
-        if find is False:
-            raise ValueError(
-                "find=False leaves nothing to do. Leave DynamicBatchSize out; "
-                "Accumulation(effective_batch=...) sets the samples per step without a search."
-            )
         if scale_lr is not None:
             check_one_of("scale_lr", scale_lr, tuple(SCALE_RULES))
         if scale_lr is not None and keep_effective is not None:
@@ -125,8 +111,8 @@ class DynamicBatchSize(RunCallback):
         self.scale_lr, self.keep_effective = scale_lr, keep_effective
         if keep_effective is not None:
             check_at_least("keep_effective", keep_effective, 1)
-        self.find: str = "largest" if find is True else find
-        check_one_of("find", self.find, ("largest", "fastest"))
+        check_one_of("find", find, ("largest", "fastest"))
+        self.find: str = find
         self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
@@ -134,18 +120,13 @@ class DynamicBatchSize(RunCallback):
 
     def _reset(self) -> None:
         self.found: FoundSizes | None = None
-        self._size: int | None = None
+        self.size: int | None = None  # of each rank's loader
         self._initial = 0  # the loader's own size
         self._effective: int | None = None  # samples per step over all ranks; None with scale_lr
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Discard the size found for another model."""
         self._reset()
-
-    @property
-    def size(self) -> int | None:
-        """The batch size of each rank's loader; None before the first run."""
-        return self._size
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the settings, search for a size, and intercept loaders."""
@@ -155,13 +136,13 @@ class DynamicBatchSize(RunCallback):
         self.release(trainer)
         _check(trainer, pl_module, self.scale_lr, self.keep_effective)
         self._trainer, self._accumulation = trainer, int(trainer.accumulate_grad_batches)
-        if self._size is None and not _resumes(trainer):
+        if self.size is None and not _resumes(trainer):
             self._search(trainer, pl_module)
         self._stack = ExitStack()
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
         self._settings = {name: getattr(trainer, name) for name in names}
         self._stack.enter_context(replaced(trainer, **self._settings))
-        self._stack.callback(LoaderSizes(trainer, self._set_size).close)
+        self._stack.enter_context(intercepted_loaders(trainer, self._set_size))
 
     def _search(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -172,7 +153,7 @@ class DynamicBatchSize(RunCallback):
             return self._allowed(size)
 
         self.found = trials.find(self.find, self.max_size, allowed)
-        self._size = self.found.chosen(self.find)
+        self.size = self.found.chosen(self.find)
 
     def _allowed(self, most: int) -> int:
         """Return the largest size up to ``most`` that divides each rank's samples per step."""
@@ -195,22 +176,22 @@ class DynamicBatchSize(RunCallback):
         """Set the size of a training loader. Called each time a loader is created."""
         trainer, initial = self._trainer, check_loader(loader)
         assert trainer is not None
-        if self._size is None:  # before a checkpoint is loaded
+        if self.size is None:  # before a checkpoint is loaded
             return
-        self._size = self._allowed(self._size)  # the checkpoint's number of ranks may differ
-        set_batch_size(loader, self._size)
+        self.size = self._allowed(self.size)  # the checkpoint's number of ranks may differ
+        set_batch_size(loader, self.size)
         if self._effective is not None:
             share = self._effective // data_ranks(trainer)
-            trainer.accumulate_grad_batches = share // self._size
+            trainer.accumulate_grad_batches = share // self.size
         for name in ("limit_train_batches", "val_check_interval"):
             batches = self._settings[name]
             if isinstance(batches, int):  # keep the number of samples that it spans
-                setattr(trainer, name, max(1, batches * initial // self._size))
+                setattr(trainer, name, max(1, batches * initial // self.size))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Scale learning rates, and log the size."""
         check_single_loader(trainer)
-        if self._size is None:
+        if self.size is None:
             rank_zero_warn(
                 "DynamicBatchSize keeps the loader's batch size: this run resumes from a "
                 "checkpoint of a run without it, and a resumed run does not search."
@@ -219,27 +200,25 @@ class DynamicBatchSize(RunCallback):
         scale = 1.0
         if self.scale_lr is not None:
             assert self._stack is not None
-            scale = SCALE_RULES[self.scale_lr](self._size / self._initial)
-            self._stack.callback(ScaledRates(trainer.optimizers, scale).close)
+            scale = SCALE_RULES[self.scale_lr](self.size / self._initial)
+            self._stack.callback(_ScaledRates(trainer.optimizers, scale).close)
         values = {
-            "batch_size/size": self._size,
+            "batch_size/size": self.size,
             "batch_size/accumulate": trainer.accumulate_grad_batches,
             "batch_size/lr_scale": scale,
         }
         tried = self.found.trials if self.found is not None else []
-        peaks = [trial.peak for trial in tried if trial.size == self._size]
+        peaks = [trial.peak for trial in tried if trial.size == self.size]
         if peaks and peaks[0] is not None:
             values["batch_size/memory"] = peaks[0]
         log_scalars(trainer, values)
-        log.info("Batch size %d -> %d: %s", self._initial, self._size, values)
+        log.info("Batch size %d -> %d: %s", self._initial, self.size, values)
 
     def report(self) -> Report:
         """Return one row per trial; none in a resumed run."""
-        title = f"DynamicBatchSize: {self._size}, the loader's own is {self._initial}"
-        if self.found is None:
-            return Report(title, [])
-        report = self.found.report()
-        return Report(title, report.rows, report.notes)
+        report = Report("", []) if self.found is None else self.found.report()
+        report.title = f"DynamicBatchSize: {self.size}, the loader's own is {self._initial}"
+        return report
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore loaders, learning rates and the Trainer."""
@@ -249,16 +228,57 @@ class DynamicBatchSize(RunCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size, the loader's own size and the samples per step."""
-        return {"size": self._size, "initial": self._initial, "effective": self._effective}
+        return {"size": self.size, "initial": self._initial, "effective": self._effective}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
-        self._size, self._initial = state_dict["size"], state_dict["initial"]
+        self.size, self._initial = state_dict["size"], state_dict["initial"]
         if self.scale_lr is None:
             self._effective = self.keep_effective or state_dict["effective"]
         if self._trainer is not None:
             # Discard an existing loader, which may have another size.
             self._trainer.fit_loop._combined_loader = None
+
+
+class _ScaledRates:
+    """Multiplies learning rates, but only while an optimizer steps.
+
+    Schedulers and checkpoints see the unscaled rates.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], scale: float) -> None:
+        self._scale = scale
+        self._unscaled: list[tuple[dict[str, Any], Any]] = []
+        self._handles = [
+            handle
+            for optimizer in optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(self._multiply),
+                optimizer.register_step_post_hook(self._restore),
+            )
+        ]
+
+    def _multiply(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            rate = group["lr"]
+            self._unscaled.append((group, rate.clone() if isinstance(rate, Tensor) else rate))
+            if isinstance(rate, Tensor):
+                rate.mul_(self._scale)  # in place, because a captured CUDA graph reads this tensor
+            else:
+                group["lr"] = rate * self._scale
+
+    def _restore(self, *args: Any) -> None:
+        for group, rate in self._unscaled:
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        self._unscaled = []
+
+    def close(self) -> None:
+        self._restore()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _resumes(trainer: pl.Trainer) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core import rank_zero
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.data import BatchSampler
 
-from lightning_opt.batching.batch_size.copies import callbacks_to_try, copy_or_share
 from lightning_opt.batching.batch_size.search import (
     FoundSizes,
     Trial,
@@ -23,9 +24,9 @@ from lightning_opt.batching.batch_size.search import (
     find_largest,
 )
 from lightning_opt.batching.loader_sizes import (
-    LoaderSizes,
     check_loader,
     check_single_loader,
+    intercepted_loaders,
     samples_of,
     set_batch_size,
 )
@@ -40,17 +41,26 @@ from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.trainer.lightning import (
+    PACKAGES,
     BaseCallback,
     DDPStrategy,
     ParallelStrategy,
     isolate_rng,
     package_of,
 )
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
+
+AVERAGING = tuple(  # new in Lightning 2.6
+    package.callbacks.WeightAveraging
+    for package in PACKAGES
+    if hasattr(package.callbacks, "WeightAveraging")
+)
+"""Lightning's callbacks that hold a copy of the model from the first step on."""
 
 MEMORY_TRIAL, TIMED_TRIAL = (4, 0.3, 30), (6, 0.5, 2000)
 """Minimum number of steps, minimum of timed seconds on a single process, maximum number of steps.
@@ -84,11 +94,10 @@ class TrialCallback(BaseCallback):
         self.loader_size = self.samples = 0
         self.stack = ExitStack()
         self.peak: Peak | None = None
-        self._has_short_batches = False
         self._seconds: list[float] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.stack.callback(LoaderSizes(trainer, self._set_size).close)
+        self.stack.enter_context(intercepted_loaders(trainer, self._set_size))
 
     def _set_size(self, loader: Any) -> None:
         self.loader_size = check_loader(loader)
@@ -101,10 +110,9 @@ class TrialCallback(BaseCallback):
         self.size = min(self.size or self.loader_size, self.samples)
         if self.size != self.loader_size:
             set_batch_size(loader, self.size)
-        sampler = loader.batch_sampler
-        self._has_short_batches = type(sampler) is not BatchSampler
-        if not self._has_short_batches:  # BatchNorm raises for a last batch of one sample
-            self.stack.enter_context(replaced(sampler, drop_last=True))
+        if type(loader.batch_sampler) is BatchSampler:
+            # BatchNorm raises for a last batch of one sample.
+            self.stack.enter_context(replaced(loader.batch_sampler, drop_last=True))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_single_loader(trainer)
@@ -177,8 +185,7 @@ class TrialCallback(BaseCallback):
         batch_idx: int,
     ) -> None:
         wait_for(self.device)
-        is_short = self._has_short_batches and trainer.is_last_batch and batch_idx > 0
-        self.clock.stop(keep=not is_short)
+        self.clock.stop()
         self._seconds += self.clock.read(wait=True)
         steps, (min_steps, min_seconds, max_steps) = len(self._seconds), self.length
         # With several ranks only the steps count, so that all ranks end at the same step.
@@ -222,7 +229,12 @@ class Trials:
         _check_strategy(trainer, module)
         self._trainer, self._module = trainer, module
         self._target, self._budget, self._worst_batch = target, budget_mb, worst_batch
-        self._callbacks = callbacks_to_try(callbacks)
+        self._callbacks = [
+            callback
+            for callback in callbacks
+            if isinstance(callback, AVERAGING)
+            or (isinstance(callback, RunCallback) and callback.runs_in_trials)
+        ]
         self._shared = [trainer, trainer.strategy, getattr(trainer, "datamodule", None)]
         self.initial = self._samples = 0
 
@@ -298,7 +310,7 @@ class Trials:
         """Replace the objects that a run changes until ``stack`` closes. Return the model copy."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         model: pl.LightningModule
-        model, callbacks = copy_or_share((module, self._callbacks), self._shared)
+        model, callbacks = _copy_or_share((module, self._callbacks), self._shared)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
         # A trial has no validation metrics for hooks to read, and must not save checkpoints.
         vars(model).update(on_train_epoch_end=do_nothing, configure_callbacks=do_nothing)
@@ -341,6 +353,33 @@ class Trials:
             stack.enter_context(replaced(datamodule, setup=do_nothing, teardown=do_nothing))
         strategy.connect(model)
         return model
+
+
+def _copy_or_share(value: Any, shared: list[Any]) -> Any:
+    """Return a deep copy in which the objects in ``shared`` are not copied.
+
+    Objects that cannot be copied are appended to ``shared``.
+    """
+    given = len(shared)
+    while True:
+        try:
+            copied = copy.deepcopy(value, {id(item): item for item in shared})
+        except Exception as error:
+            calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            calls = [frame for frame in calls if frame.f_code is copy.deepcopy.__code__]
+            culprit = calls[-1].f_locals["x"] if calls else None  # of the innermost call
+            whole = culprit is None or culprit is value or isinstance(culprit, nn.Module)
+            if whole or is_out_of_memory(error):
+                raise
+            shared.append(culprit)
+            continue
+        names = ", ".join(type(item).__qualname__ for item in shared[given:])
+        if names:
+            rank_zero_warn(
+                "Trials of batch sizes use these objects of the model or of a callback, which "
+                f"cannot be copied, and may change them: {names}."
+            )
+        return copied
 
 
 def _check_strategy(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -330,22 +330,20 @@ class Frozen:
 
 
 def test_incompatible_settings_raise():
-    for settings, error, words in (
-        ({"target": 1.5}, ValueError, "target"),
-        ({"scale_lr": "cubic"}, ValueError, "scale_lr"),
-        ({"scale_lr": "sqrt", "keep_effective": 8}, ValueError, "Give one of them"),
-        ({"find": "best"}, ValueError, "find"),
-        ({"find": False}, ValueError, "Accumulation\\(effective_batch"),
-        ({"grow": 1.2}, TypeError, "MicroBatching"),
+    for settings, words in (
+        ({"target": 1.5}, "target"),
+        ({"scale_lr": "cubic"}, "scale_lr"),
+        ({"scale_lr": "sqrt", "keep_effective": 8}, "Give one of them"),
+        ({"find": "best"}, "find"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(ValueError, match=words):
             lo.DynamicBatchSize(**settings)  # type: ignore[arg-type]
     batches = [[torch.arange(2), torch.randn(2, 4)]]
     free, keeps = {"budget_mb": PLENTY, "scale_lr": "sqrt"}, {"keep_effective": 10}
     for settings, loader, words in (
         (free, batches, "not a torch DataLoader"),
         (free, DataLoader(batches, batch_size=None), "its dataset makes the batches"),
-        (free, DataLoader(Numbered(60), batch_sampler=Frozen()), "ignores it"),
+        (free, DataLoader(Numbered(60), batch_sampler=Frozen()), "ignores batch_size"),
         (free, CombinedLoader({"a": loader_of(), "b": loader_of()}), "one training loader"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -70,7 +70,6 @@ class Writer(Callback):
     teardown = write
 
 
-@lightnings_own
 def test_search_has_no_side_effects(tmp_path):
     class Callbacks(Wide):
         def configure_callbacks(self) -> Any:
@@ -89,8 +88,7 @@ def test_search_has_no_side_effects(tmp_path):
     position = loader.generator.get_state()  # type: ignore[union-attr]
     loops = trainer.fit_loop.state_dict()
 
-    with pytest.warns(UserWarning, match="run without Writer"):
-        found = lo.find_batch_size(trainer, model, loader, budget_mb=10**6)
+    found = lo.find_batch_size(trainer, model, loader, budget_mb=10**6)
     assert found.largest == 64
     assert model_footprint(model)["tensors"] == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
