@@ -4,16 +4,14 @@ Supports the claim of the documentation: on a ConvNet, a vision transformer, a b
 tiny MLP and two trainings that wait for data (one for the work of a loader, one for a slow disk)
 the tuner's answer is within 5% of the best of all combinations of some switches, with a budget of a
 quarter of the time of trying them all. Both searches use the same trials (the same processes,
-turns, early ends and checks of numerics), each with an empty cache of compiled code; the exhaustive
-one skips no switch because of where a step spends its time. Torch uses its default threads. The
-answers and the best are then measured again, in turns with the baseline, since the best of many
-measurements is partly luck; an answer is compared with the fastest of that.
+turns, early ends and checks of numerics), each with an empty cache of compiled code. Torch uses its
+default threads. The answers and the best are then measured again, in turns with the baseline, since
+the best of many measurements is partly luck; an answer is compared with the fastest of that.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import os
 import shutil
@@ -34,9 +32,7 @@ from benchmarks.harness import continued, parse_arguments, publish
 from benchmarks.kernels import kernels_models
 from benchmarks.kernels.kernels_models import Batches, Learner, Parts
 from lightning_opt.tuner.autotune import Tuning
-from lightning_opt.tuner.probe import Facts
 from lightning_opt.tuner.search import Objective, Search, Switches
-from lightning_opt.tuner.space import Space
 from lightning_opt.tuner.trials import GRACE_SECONDS
 from lightning_opt.worker.training_process import TrainingProcess
 
@@ -149,16 +145,12 @@ class Exhaustive(Search):
         best = min(self.outcomes, key=lambda names: self.outcomes[names].score, default=())
         return best if best and self.outcomes[best].score < 1 else ()
 
-    def next_to_remeasure(self, repeats: Any) -> None:
+    def next_to_remeasure(self, repeated: Any) -> None:
         """Measure nothing again."""
 
 
 class Grid(Tuning):
     """The tuner's trials without its search and without a time limit."""
-
-    def _make_space(self, facts: Facts) -> Space:
-        # No switch is skipped because of where a step spends its time.
-        return super()._make_space(dataclasses.replace(facts, seconds_by_group={}))
 
     def _search(self) -> Search:
         self._trials.deadline = float("inf")

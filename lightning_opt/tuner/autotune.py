@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import platform
 import re
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
-import lightning_opt
 from lightning_opt.core.arguments import check_fraction, check_one_of, check_positive
-from lightning_opt.core.measure.machine import available_cpus
+from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.tuner.probe import Facts
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.search import (
@@ -32,21 +24,17 @@ from lightning_opt.tuner.search import (
     TimeIsUp,
     Trial,
 )
-from lightning_opt.tuner.space import Candidates, Space, check_candidates, in_float32
+from lightning_opt.tuner.space import MIB, Candidates, Space, check_candidates
 from lightning_opt.tuner.trials import Baseline, Run, Trials
 from lightning_opt.worker.recipes import (
     Factory,
     Settings,
-    as_mapping,
     check_factory,
     check_settings,
 )
 from lightning_opt.worker.training_process import TrainingProcess
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-PROFILER = "lightning_opt.profiling.steps.step_profiler.StepProfiler"
-PROFILER_ARGUMENTS = {"log_every_n_steps": 0, "flops": False, "print_table": False}
 
 LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
 """Limits for trials. They replace the user's limits. The number of epochs is finite, because
@@ -198,38 +186,36 @@ class Tuning:
             list(self._by_switches.values()),
             best,
             complete=search.complete,
-            facts=machine(self._space.facts),
+            machine=describe_machine(self._space.facts.device),
             seconds=time.monotonic() - started,
         )
 
     def _measure_baseline(self) -> None:
-        """Measure the baseline, and use its facts to choose the switches to try."""
+        """Measure the baseline, and choose the switches to try."""
         baseline = self._baseline
         self._print("trying the baseline")
         baseline.ensure_running()
         # The budget excludes the baseline's start, which may take longer than the budget.
         self._trials.deadline = time.monotonic() + self.budget
         observed = baseline.observations
-        self._space = self._make_space(observed.facts)
+        self._space = Space(self.objective.name, observed.facts, self.candidates, self.base)
         peak = baseline.peak_after(len(observed.losses))
         self._by_switches[()] = Trial(
             (), "baseline", ratio=1.0, low=1.0, high=1.0, seconds=baseline.step_seconds, peak=peak,
             peak_ratio=1.0, losses=list(observed.losses),
         )  # fmt: skip
-        self._print(self._space.describe(baseline.step_seconds, peak))
-
-    def _make_space(self, facts: Facts) -> Space:
-        return Space(self.objective.name, facts, self.candidates, self.base)
+        self._print(
+            f"A step takes {1e3 * baseline.step_seconds:.3g} ms and {peak / MIB:,.0f} MiB. "
+            f"Switches to try: {', '.join(self._space.switches) or 'none'}."
+        )
 
     def _search(self) -> Search:
-        space, first = self._space, "data_pipeline"
-        is_first = space.facts.data_bound and first in space.switches
+        space = self._space
         return Search(
             self._measure,
             tuple(space.switches),
             space.allows,
             self.objective.min_gain,
-            first=first if is_first else "",
             late=tuple(n for n, switch in space.switches.items() if switch.kind == "compile"),
         )
 
@@ -247,7 +233,8 @@ class Tuning:
         costs = [trial.cost for trial in self._by_switches.values() if trial.switches]
         if started + (statistics.median(costs) if costs else 0.0) > self._trials.deadline:
             raise TimeIsUp
-        self._print_start(switches)
+        seconds_left = max(0.0, self._trials.deadline - started)
+        self._print(f"trying {' + '.join(switches)} ({seconds_left:.0f} s left)")
         trial = self._trials.measure(switches)
         trial.cost = round(time.monotonic() - started, 2)
         parts = [trial.verdict, _ratios(trial)]
@@ -256,57 +243,37 @@ class Tuning:
 
     def _remeasure(self, search: Search) -> Switches:
         """Measure the best configurations again in new processes. Return the best of all."""
-        repeats: Counter[Switches] = Counter()
-        while (switches := search.next_to_remeasure(repeats)) is not None:
+        repeated: set[Switches] = set()
+        while (switches := search.next_to_remeasure(repeated)) is not None:
             try:
                 again = self._measure_and_print(switches)
             except TimeIsUp:
                 break
-            repeats[switches] += 1
+            repeated.add(switches)
             self._by_switches[switches] = again = again.pooled(self._by_switches[switches])
             search.outcomes[switches] = self.objective.outcome(again)
         return search.winner()
 
-    def start(self, switches: Switches, role: str) -> Run:
-        """Start the process of a configuration.
-
-        Args:
-            switches: The switches that are on.
-            role: The purpose of the process. ``""``: a trial. ``"profile"``: profile the first
-                steps, unless the user has set a profiler. ``"noise"``: train with other random
-                numbers. ``"float32"``: train in eager float32.
-        """
+    def start(self, switches: Switches, reseed: int) -> Run:
+        """Start the process of a configuration. ``reseed`` is added to its random seed."""
         self._processes += 1
         file = self._folder / f"{self._processes}.pt"
         watch = {
             "class_path": "lightning_opt.tuner.probe.TrialWatch",
-            "init_args": {"file": str(file), "reseed": int(role == "noise")},
+            "init_args": {"file": str(file), "reseed": reseed},
         }
-        trial_settings: dict[str, Any] = {"callbacks": [watch], **LIMITS}
-        if role == "profile" and not as_mapping(self.base).get("profiler"):
-            trial_settings["profiler"] = {"class_path": PROFILER, "init_args": PROFILER_ARGUMENTS}
-        settings = self._space.settings(switches, trial_settings)
         process = TrainingProcess(
             self.model,
             self.data,
-            partial(in_float32, settings) if role == "float32" else settings,
+            self._space.settings(switches, {"callbacks": [watch], **LIMITS}),
             timeout=start_timeout(self.budget, self._baseline.startup, self.timeout),
         )
         return Run(process, file)
-
-    # --- progress ---------------------------------------------------------------------------------
 
     def _print(self, text: str) -> None:
         if self.progress:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
-
-    def _print_start(self, switches: Switches) -> None:
-        seconds_left, name = self._trials.deadline - time.monotonic(), " + ".join(switches)
-        time_left = f"{max(0.0, seconds_left):.0f} s left"
-        best = min(self._by_switches.values(), key=lambda t: self.objective.outcome(t).score)
-        so_far = f"; best so far: {best.name}, {_ratios(best)}" if best.switches else ""
-        self._print(f"trying {name or 'the baseline'} ({time_left}{so_far})")
 
 
 def start_timeout(budget: float, baseline_startup: float, given: float | None) -> float:
@@ -322,14 +289,6 @@ def start_timeout(budget: float, baseline_startup: float, given: float | None) -
     if not baseline_startup:
         return max(MAX_START, budget)
     return max(4 * baseline_startup, min(MAX_START, max(30.0, budget / 4)))
-
-
-def machine(facts: Facts) -> dict[str, Any]:
-    modules = (torch, importlib.import_module(facts.package), lightning_opt)
-    versions = {module.__name__: module.__version__ for module in modules}
-    counts = {"cpus": available_cpus(), "gpus": torch.cuda.device_count()}
-    names = {"machine": platform.machine(), "python": platform.python_version()}
-    return names | counts | versions | {"device": facts.device}
 
 
 def _ratios(trial: Trial) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,35 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_opt.core.measure.machine import available_cpus, why_no_bf16
 from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.blocks import find_blocks
-from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
 from lightning_opt.kernels.channels_last.channels_last import Convolutions
-from lightning_opt.profiling.steps import phase_clock as phases
-from lightning_opt.profiling.steps.phase_clock import PhaseClock
-from lightning_opt.profiling.steps.step_profiler import StepProfiler
-from lightning_opt.trainer.lightning import BaseCallback, package_of, seed_everything
+from lightning_opt.trainer.lightning import BaseCallback, seed_everything
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-WAITING, FORWARD, BACKWARD = "waiting for data", "forward", "backward"
-OPTIMIZER, COMMUNICATION, CALLBACKS = "optimizer", "communication", "callbacks"
-REST = "Lightning and the rest"
-
-PHASE_GROUPS = {
-    WAITING: (phases.DATA,),
-    FORWARD: (phases.FORWARD, phases.LOSS, phases.FORWARD_AND_LOSS),
-    BACKWARD: (phases.BACKWARD,),
-    OPTIMIZER: (phases.CLIPPING, phases.OPTIMIZER, phases.ZEROING, phases.SCHEDULER),
-    COMMUNICATION: (phases.COMMUNICATION, phases.RANKS),
-    CALLBACKS: (phases.HOOKS, phases.LOGGING),
-}
-MEASUREMENT_PHASES = (f"{phases.CALLBACK}StepGate", f"{phases.CALLBACK}TrialWatch")
-"""Phases of the callbacks that the tuner adds. They are not counted."""
-
-DATA_BOUND_SHARE = 0.5
-"""Training is data-bound if it waits for data for more than this share of a step."""
 
 MAX_ELEMENTS = 4096
 """Approximate number of elements recorded per parameter. They are evenly spaced."""
@@ -53,17 +30,12 @@ MAX_ELEMENTS = 4096
 COMPARED_UPDATES = 4
 """Number of updates of each optimizer whose gradients are recorded."""
 
-MAX_PROFILED_STEPS, PROFILED_SECONDS = 64, 2.0
-"""Profiling ends after 64 steps, or after 2 seconds and at least 8 steps. By then the queues of the
-loaders are empty or full."""
-
 
 @dataclass(frozen=True)
 class Facts:
     """Facts measured in the process of the baseline.
 
     Attributes:
-        package: The package of the model's base class, ``"lightning"`` or ``"pytorch_lightning"``.
         device: ``"cpu"``, ``"cuda"`` or another type of device.
         why_no_bf16: The reason why bfloat16 is slow on the device; empty if it is fast.
         threads: Number of threads that torch uses.
@@ -75,12 +47,8 @@ class Facts:
         samples: Number of samples in a batch.
         uses_dataloader: Whether the data comes from one ``torch.utils.data.DataLoader``.
         workers: Number of workers of the loader, or the largest number of several loaders.
-        eager_float32: Whether the model trains in float32 without compiled parts.
-        seconds_by_group: Seconds of a step by group of phases; empty if not measured.
-        steady: Whether the loaders' queues had filled or emptied before the profile was taken.
     """
 
-    package: str = "lightning"
     device: str = "cpu"
     why_no_bf16: str = ""
     threads: int = 1
@@ -92,53 +60,6 @@ class Facts:
     samples: int = 0
     uses_dataloader: bool = True
     workers: int = 0
-    eager_float32: bool = True
-    seconds_by_group: dict[str, float] = field(default_factory=dict)
-    steady: bool = True
-
-    def share(self, *groups: str) -> float | None:
-        total = sum(self.seconds_by_group.values())
-        return sum(self.seconds_by_group[group] for group in groups) / total if total else None
-
-    @property
-    def data_bound(self) -> bool:
-        return (self.share(WAITING) or 0.0) > DATA_BOUND_SHARE
-
-
-def seconds_by_group(
-    clock: PhaseClock, phase_seconds: Mapping[int, float], steps: int
-) -> dict[str, float]:
-    """Divide the seconds of a step into groups of phases.
-
-    On a GPU, the result is the device's time, plus the host's time while the device is idle.
-
-    Args:
-        clock: The profiler's clock. It has the phase names and the device's times.
-        phase_seconds: Seconds of each phase in ``steps`` steps.
-        steps: The number of steps.
-    """
-    host = dict.fromkeys((*PHASE_GROUPS, REST), 0.0)
-    for phase, seconds in phase_seconds.items():
-        if clock.phases.names[phase] not in MEASUREMENT_PHASES:
-            host[_group(clock, phase)] += seconds / max(1, steps)
-    device = {} if clock.device is None else clock.device.durations
-    if not device:
-        return host
-    step = sum(host.values())
-    by_group = dict.fromkeys(host, 0.0)
-    for phase, durations in device.items():
-        if phase >= 0:
-            by_group[_group(clock, phase)] += durations.quantile(0.5)
-    for group in (WAITING, CALLBACKS, REST):
-        idle = max(0.0, step - sum(by_group.values()))
-        by_group[group] += idle if group == REST else min(idle, host[group])
-    return by_group
-
-
-def _group(clock: PhaseClock, phase: int) -> str:
-    if clock.phases.names[phase].startswith(phases.CALLBACK):
-        return CALLBACKS
-    return next((name for name, members in PHASE_GROUPS.items() if phase in members), REST)
 
 
 @dataclass
@@ -169,9 +90,6 @@ class Observations:
 class TrialWatch(BaseCallback):
     """Records facts about a run, its first gradients and how far its weights move.
 
-    If the Trainer has a StepProfiler, its profile of the first steps is recorded too, and then the
-    profiler is removed.
-
     Args:
         file: The file, written by rank 0 after 2, 4, 8, 16, ... steps.
         reseed: Number added to the random seed at the first batch.
@@ -185,7 +103,6 @@ class TrialWatch(BaseCallback):
         self._initial: dict[str, Tensor] = {}
         self._updates: dict[int, int] = {}
         self._batches = 0
-        self._started = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._initial = {
@@ -205,7 +122,6 @@ class TrialWatch(BaseCallback):
             # Callbacks may have changed the loader since the start.
             loaders, _ = tree_flatten(trainer.train_dataloader)
             self._facts["workers"] = max(getattr(loader, "num_workers", 0) for loader in loaders)
-            self._started = time.perf_counter()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -231,9 +147,6 @@ class TrialWatch(BaseCallback):
     ) -> None:
         self._batches += 1
         if self._batches >= 2 and self._batches & (self._batches - 1) == 0:
-            profiler: pl.profilers.Profiler = trainer.profiler  # type: ignore[attr-defined]
-            if isinstance(profiler, StepProfiler):
-                self._record_profile(trainer, profiler)
             self._moved[self._batches] = {
                 name: float((_sample(parameter) - self._initial[name]).float().norm())
                 for name, parameter in _named_parameters(pl_module)
@@ -241,21 +154,6 @@ class TrialWatch(BaseCallback):
             }
             if trainer.is_global_zero:
                 self._write()
-
-    def _record_profile(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
-        """Record the profile since the last call. After enough steps, remove the profiler."""
-        clock = profiler.measures("fit").clock
-        seconds = time.perf_counter() - self._started
-        is_long = self._batches >= MAX_PROFILED_STEPS or seconds > PROFILED_SECONDS
-        steady = self._batches >= 8 and is_long
-        if steady:
-            profiler.teardown("fit")
-            trainer.profiler = package_of(trainer).profilers.PassThroughProfiler()  # type: ignore[attr-defined]
-            if clock.device is not None:
-                clock.device.finish()  # waits for the device, once
-        window, work = clock.end_window()
-        by_group = seconds_by_group(clock, window, work.steps.count)
-        self._facts |= {"seconds_by_group": by_group, "steady": steady}
 
     def _write(self) -> None:
         content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
@@ -282,7 +180,6 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         for optimizer in trainer.optimizers
     ]
     return {
-        "package": package_of(trainer).__name__.partition(".")[0],
         "device": device.type,
         "why_no_bf16": why_no_bf16(device.type) or "",
         "threads": torch.get_num_threads(),
@@ -292,5 +189,4 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         "fused": bool(fused) and all(fused),
         "automatic_optimization": module.automatic_optimization,
         "uses_dataloader": isinstance(trainer.train_dataloader, DataLoader),
-        "eager_float32": trainer.precision == "32-true" and not has_compiled_parts(module),
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class TuneResult:
         trials: All trials, the baseline first.
         switches: The switches to turn on; empty if nothing should change.
         complete: Whether the search ended before its budget did.
-        facts: The machine and versions.
+        machine: The machine and torch's version.
         seconds: Duration of the search.
     """
 
@@ -34,7 +34,7 @@ class TuneResult:
     trials: Sequence[Trial]
     switches: Switches
     complete: bool = True
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    machine: str = ""
     seconds: float = 0.0
 
     @property
@@ -54,7 +54,6 @@ class TuneResult:
         ============= ==========================================================================
         ``time``      of a step, as a share of the baseline's, with its 90% interval
         ``memory``    peak memory, as a share of the baseline's
-        ``gradient``  the smallest cosine between a parameter's gradient and the baseline's
         ``start s``   seconds of the first step minus those of a later one
         ============= ==========================================================================
         """
@@ -80,42 +79,27 @@ class TuneResult:
             "step ms": _rounded(None if trial.seconds is None else 1e3 * trial.seconds, 2),
             "memory": _rounded(trial.peak_ratio, 3),
             "peak MiB": _rounded(None if trial.peak is None else trial.peak / MIB, 1),
-            "gradient": _rounded(trial.agreement, 4),
             "start s": _rounded(trial.startup, 1),
             "verdict": "best" if trial is self.best else trial.verdict,
             "why": trial.why,
         }
 
     def _table_notes(self) -> list[str]:
-        machine = ", ".join(f"{name} {value}" for name, value in self.facts.items())
         cpu_note = "On a CPU freed tensors may stay resident: recomputing can save more than shown."
+        is_cpu = self.space.facts.device == "cpu"
         return [
-            "time, memory: shares of the baseline's, with the 90% interval of the time. gradient: "
-            "the smallest cosine between a parameter's gradient and the baseline's.",
-            f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {machine}.",
-            *[cpu_note] * (self.objective != "throughput" and self.facts.get("device") == "cpu"),
+            "time, memory: shares of the baseline's, with the 90% interval of the time.",
+            f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {self.machine}.",
+            *[cpu_note] * (self.objective == "memory" and is_cpu),
         ]
 
     def explain(self) -> str:
         """Explain the result in lines of text: the best configuration first, then the trials."""
-        space, best, objective = self.space, self.best, self.objective
+        space, best = self.space, self.best
         tried = [trial for trial in self.trials if trial.switches]
-        lines = [_headline(objective, best, bool(tried))]
-        if best.switches:
-            lines += [f"{name}: {space.switches[name].about}" for name in best.switches]
-            if best.startup and best.startup > 1:
-                lines.append(f"The first step takes {best.startup:.0f} s longer than a later one.")
-        for trial in tried:
-            if trial.verdict == "rejected":
-                lines.append(f"Rejected: {trial.name} does not learn the same; {trial.why}.")
-            elif trial.failed:
-                lines.append(f"Failed ({trial.verdict}): {trial.name}. {trial.why}")
-            elif objective == "throughput" and trial is not best and trial.undecided:
-                ratio, low, high = trial.interval
-                lines.append(
-                    f"Undecided: {trial.name} takes {ratio:.2f} times as long as the baseline "
-                    f"(between {low:.2f} and {high:.2f})."
-                )
+        lines = [_headline(self.objective, best, bool(tried))]
+        lines += [f"{name}: {space.switches[name].about}" for name in best.switches]
+        lines += [f"{trial.name}: {trial.verdict}; {trial.why}" for trial in tried if trial.why]
         if space.left_out:
             reasons = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
             lines.append(f"Not tried: {reasons}.")
@@ -168,7 +152,7 @@ class TuneResult:
             "settings": self.settings if self.space.is_serializable(self.switches) else None,
             "complete": self.complete,
             "seconds": round(self.seconds, 1),
-            "facts": self.facts,
+            "machine": self.machine,
             "left_out": self.space.left_out,
             "trials": [asdict(trial) | {"losses": None} for trial in self.trials],
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_opt.core.numerics.ratios import compare_pairs
@@ -35,9 +35,6 @@ the configuration is tried without each of its switches."""
 MAX_IMPROVEMENTS = 4
 """Maximum number of rounds in which one switch of the best configuration is changed."""
 
-MAX_REPEATS = 3
-"""Maximum number of repeated measurements per configuration."""
-
 
 @dataclass
 class Trial:
@@ -57,8 +54,6 @@ class Trial:
         seconds: Median time of a step.
         peak: Peak bytes, as in :attr:`TrainingProcess.peak_bytes`.
         peak_ratio: Peak bytes as a share of the baseline's.
-        agreement: The smallest cosine between its first gradient of a parameter and the baseline's;
-            None if gradients were not compared.
         losses: The loss of each step.
         startup: Seconds of the first step minus those of a later one, mostly compilation.
         cost: Seconds that the trial took.
@@ -75,7 +70,6 @@ class Trial:
     seconds: float | None = None
     peak: int | None = None
     peak_ratio: float | None = None
-    agreement: float | None = None
     losses: list[float] = field(default_factory=list)
     startup: float | None = None
     cost: float = 0.0
@@ -88,11 +82,6 @@ class Trial:
     @property
     def failed(self) -> bool:
         return self.verdict in FAILURES
-
-    @property
-    def undecided(self) -> bool:
-        """Whether the trial is accepted although its interval contains 1."""
-        return self.verdict == "accepted" and (self.high or 0.0) >= 1
 
     @property
     def interval(self) -> tuple[float, float, float]:
@@ -114,7 +103,6 @@ class Trial:
             return self
         pooled = replace(self, pairs_by_start=[*earlier.pairs_by_start, *self.pairs_by_start])
         pooled.set_times()
-        pooled.why = f"measured {len(pooled.pairs_by_start)} times"
         return pooled
 
 
@@ -123,16 +111,13 @@ class Outcome:
     """The score of a configuration.
 
     Attributes:
-        score: The minimised quantity as a share of the baseline's; infinity if the trial failed or
-            was rejected.
+        score: The minimised quantity as a share of the baseline's; infinity if the trial failed,
+            was rejected or is too slow.
         high: Upper end of the score's interval.
-        retry: Whether the configuration is worth trying with another switch, for example one that
-            saves memory.
     """
 
     score: float
     high: float = math.inf
-    retry: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,14 +140,12 @@ class Objective:
         return TOO_SLOW if self.name == "throughput" else 1.3 * self.max_slowdown
 
     def outcome(self, trial: Trial) -> Outcome:
-        if trial.failed:
-            return Outcome(math.inf, retry=trial.verdict == "out of memory")
-        if trial.ratio is None or trial.verdict == "rejected":
+        if trial.failed or trial.ratio is None or trial.verdict == "rejected":
             return Outcome(math.inf)
         if self.name == "throughput":
             return Outcome(trial.ratio, trial.high or math.inf)
         if trial.ratio > self.max_slowdown or trial.peak_ratio is None:
-            return Outcome(math.inf, retry=trial.ratio < self.give_up_ratio)
+            return Outcome(math.inf)
         return Outcome(trial.peak_ratio, trial.peak_ratio * (1 + PEAK_NOISE))
 
     def may_gain(self, trial: Trial) -> bool:
@@ -178,17 +161,16 @@ class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
 class Search:
     """Finds the best configuration, a set of switches that are on, with few trials.
 
-    The switches are tried in three groups: the switch ``first``, then all others, then ``late``.
-    Each switch is tried together with the switches of earlier groups that gain. After each group,
-    all switches that gain are combined, because most gains multiply. Finally, one switch of the
-    best configuration is removed, added or replaced. This is repeated while the score improves.
+    Each switch is tried alone. Then all switches that gain are combined, because most gains
+    multiply. The switches ``late`` follow, each together with those that gain. Finally, one switch
+    of the best configuration is removed, added or replaced. This is repeated while the score
+    improves.
 
     Args:
         measure: Tries a configuration and returns its outcome. It may raise :class:`TimeIsUp`.
         switches: The names of all switches.
         allows: Returns whether switches can be on together.
         min_gain: Minimum gain of a configuration over the baseline, and of each of its switches.
-        first: A switch that is combined with all others even if it gains nothing alone, or ``""``.
         late: Switches to try last, because they start slowly.
 
     Attributes:
@@ -201,10 +183,9 @@ class Search:
     switches: Switches
     allows: Callable[[Iterable[str]], bool] = lambda names: True
     min_gain: float = 0.03
-    first: str = ""
     late: Switches = ()
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
-    effects: dict[str, Outcome] = field(default_factory=dict)
+    effects: dict[str, float] = field(default_factory=dict)
     complete: bool = False
 
     def run(self) -> Switches:
@@ -218,9 +199,8 @@ class Search:
         return self.winner()
 
     def _search(self) -> None:
-        others = (name for name in self.switches if name not in (self.first, *self.late))
-        for group in ([self.first] if self.first else [], others, self.late):
-            self._try_group(list(group))
+        self._try_group([name for name in self.switches if name not in self.late])
+        self._try_group(self.late)
         for _ in range(MAX_IMPROVEMENTS):
             best = self._best()
             self._try(self._neighbours(best))
@@ -239,60 +219,47 @@ class Search:
         }
         return min(gains, key=gains.__getitem__, default=())
 
-    def next_to_remeasure(self, repeats: Mapping[Switches, int]) -> Switches | None:
+    def next_to_remeasure(self, repeated: Container[Switches]) -> Switches | None:
         """Return the next configuration to measure again, or None.
 
-        The winner is measured again once, because the best of many measurements is partly luck.
-        After that, configurations with at least as good a score are measured, the best first.
-
-        Args:
-            repeats: The number of repeated measurements of each configuration.
+        Those with at least the winner's score are measured again once, the best first, because the
+        best of many measurements is partly luck.
         """
         winner = self.winner()
-        if winner and not repeats.get(winner):
-            return winner
         limit = self.outcomes[winner].score if winner else 1 - self.min_gain
-        candidates = [
-            names
+        scores = {
+            names: outcome.score
             for names, outcome in self.outcomes.items()
-            if names
-            and names != winner
-            and outcome.score <= limit
-            and repeats.get(names, 0) < MAX_REPEATS
-        ]
-        return min(candidates, key=lambda names: self.outcomes[names].score, default=None)
+            if outcome.score <= limit and names not in repeated
+        }
+        return min(scores, key=scores.__getitem__, default=None)
 
     def _best(self) -> Switches:
         scores = {names: outcome.score for names, outcome in self.outcomes.items()}
         return min(scores, key=lambda names: (scores[names], len(names)))
 
-    def _try_group(self, group: Iterable[str]) -> None:
+    def _try_group(self, group: Sequence[str]) -> None:
         """Try each switch with the earlier switches that gain. Then try all that gain together."""
         gaining = self._gaining()
         for name in group:
             others = [other for other in gaining if self.allows((other, name))]
             names = self._ordered((*others, name))
             self._try([names])
-            together, before = self.outcomes[names], self._predicted(others)
-            self.effects[name] = Outcome(together.score / before, retry=together.retry)
-        self._try([(name,) for name in group if self.effects[name].score == math.inf])
+            self.effects[name] = self.outcomes[names].score / self._predicted(others)
+        self._try([(name,) for name in group if self.effects[name] == math.inf])
         self._try([self._gaining()])
 
     def _gaining(self, *chosen: str) -> list[str]:
-        """Combine the ``chosen`` switches with all compatible switches that gain, the best first.
-
-        The switch ``first`` is included unless it loses more than ``MAX_LOSS``.
-        """
+        """Combine the ``chosen`` switches with all compatible ones that gain, the best first."""
         gaining = list(chosen)
-        for name in sorted(self.effects, key=lambda name: self.effects[name].score):
-            limit = MAX_LOSS if name == self.first else 1 - self.min_gain / 3
-            is_gain = name not in gaining and self.effects[name].score <= limit
+        for name in sorted(self.effects, key=self.effects.__getitem__):
+            is_gain = name not in gaining and self.effects[name] <= 1 - self.min_gain / 3
             if is_gain and self.allows((*gaining, name)):
                 gaining.append(name)
         return gaining
 
     def _predicted(self, names: Iterable[str]) -> float:
-        return math.prod(self.effects[name].score for name in names)
+        return math.prod(self.effects[name] for name in names)
 
     def _ordered(self, names: Iterable[str]) -> Switches:
         wanted = set(names)
@@ -313,10 +280,10 @@ class Search:
         neighbours = [
             [other for other in best if other != name]
             for name in best
-            if worse_than_parts or self.effects[name].score > 1 - self.min_gain
+            if worse_than_parts or self.effects[name] > 1 - self.min_gain
         ]
         for name, effect in self.effects.items():
-            if name not in best and (effect.retry or effect.score <= MAX_LOSS):
+            if name not in best and effect <= MAX_LOSS:
                 is_allowed = self.allows((*best, name))
                 neighbours.append([*best, name] if is_allowed else self._gaining(name))
         return neighbours

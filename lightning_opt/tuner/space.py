@@ -9,37 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lightning_opt.core.arguments import did_you_mean
-from lightning_opt.kernels.compiling.compile_model import CompileModel
-from lightning_opt.trainer.lightning import Precision
-from lightning_opt.tuner.probe import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER,
-    WAITING,
-    Facts,
-)
-from lightning_opt.worker.recipes import Settings, as_mapping, class_named
+from lightning_opt.tuner.probe import Facts
+from lightning_opt.worker.recipes import Settings, as_mapping
 
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
 
 LISTS = ("callbacks", "plugins")
 """Trainer arguments that are joined by concatenation. For all others, the last value is used."""
 
-SHORTENED_GROUPS = {
-    "optimizer": (OPTIMIZER,),
-    "data": (WAITING,),
-    **dict.fromkeys(("layout", "precision", "compile"), (FORWARD, BACKWARD)),
-    "runtime": (FORWARD, BACKWARD, OPTIMIZER),
-}
-"""For each kind of switch, the groups of phases that it can shorten."""
-
 MIB = 2**20
-
-MIN_SHARE = 0.03
-"""Switches are skipped if the phases that they can shorten take less than this share of a step."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +140,6 @@ class Space:
         self.left_out: dict[str, str] = {}
         for switch in _choose(known, candidates, objective):
             reason = switch.unsuitable or self._why_redundant(switch)
-            if objective == "throughput":
-                reason = reason or _why_negligible(switch.kind, facts)
             if reason:
                 self.left_out[switch.name] = reason
             else:
@@ -186,22 +163,6 @@ class Space:
     def allows(self, names: Iterable[str]) -> bool:
         wanted = set(names)
         return not any(pair <= wanted for pair in self._incompatible)
-
-    def describe(self, seconds: float, peak: int) -> str:
-        """Describe a step of the baseline, and list the switches to try."""
-        facts, switches = self.facts, f"Switches to try: {', '.join(self.switches) or 'none'}."
-        if not facts.seconds_by_group:
-            return switches
-        shares = ", ".join(
-            f"{group} {facts.share(group) or 0:.0%}" for group in facts.seconds_by_group
-        )
-        return "\n".join(
-            [
-                f"A step takes {1e3 * seconds:.3g} ms: {shares}.",
-                f"Peak memory: {peak / MIB:,.0f} MiB.",
-                switches,
-            ]
-        )
 
     def settings(self, names: Iterable[str], *others: Settings) -> Settings:
         """Join the Trainer arguments of the base, of these switches, and ``others``.
@@ -265,15 +226,6 @@ def _own_switch(name: str, settings: Any) -> Switch:
     return Switch(name, "", settings, "your own switch")
 
 
-def _why_negligible(kind: str, facts: Facts) -> str:
-    """Return a reason if switches of this kind cannot save enough time, else ""."""
-    groups = SHORTENED_GROUPS.get(kind, ())
-    share = facts.share(*groups)
-    if not groups or share is None or share >= MIN_SHARE:
-        return ""
-    return f"only {share:.1%} of a step is spent on {' and '.join(groups)}"
-
-
 def _exclude_each_other(one: Switch, other: Switch) -> bool:
     if one.kind and one.kind == other.kind:
         return True
@@ -297,23 +249,6 @@ def join(parts: Iterable[Settings]) -> dict[str, Any]:
         for name, value in part.items():
             joined[name] = [*joined.get(name, []), *as_list(value)] if name in LISTS else value
     return joined
-
-
-def in_float32(settings: Settings) -> dict[str, Any]:
-    """Return the Trainer arguments for eager float32. Call this in the training process."""
-    if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
-        torch.compiler.set_stance("force_eager")  # disables the model's own compiled parts
-    arguments = dict(as_mapping(settings))
-    kinds: dict[str, Any] = {"plugins": Precision, "callbacks": CompileModel}
-    for name, kind in kinds.items():
-        given = as_list(arguments.get(name))
-        arguments[name] = [item for item in given if not issubclass(_type_of(item), kind)]
-    return arguments | {"precision": "32-true"}
-
-
-def _type_of(item: Any) -> type:
-    has_class_path = isinstance(item, Mapping) and "class_path" in item
-    return class_named(item["class_path"]) if has_class_path else type(item)
 
 
 def as_list(value: Any) -> list[Any]:

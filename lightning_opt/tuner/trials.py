@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from lightning_opt.core.measure.timing import take_turns
 from lightning_opt.tuner.numerics import judge
-from lightning_opt.tuner.probe import COMPARED_UPDATES, MAX_PROFILED_STEPS, Observations
+from lightning_opt.tuner.probe import COMPARED_UPDATES, Observations
 from lightning_opt.tuner.search import Objective, Switches, TimeIsUp, Trial
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
@@ -78,8 +77,8 @@ class Run:
         self._process.close()
 
 
-StartRun = Callable[[Switches, str], Run]
-"""Starts the process of a configuration in a role; see ``Tuning.start``."""
+StartRun = Callable[[Switches, int], Run]
+"""Starts the process of a configuration. The number is added to its random seed."""
 
 
 @dataclass
@@ -105,7 +104,7 @@ class Baseline:
     peaks: dict[int, int] = field(default_factory=dict)
     _run: Run | None = None
     _earlier: Observations = field(default_factory=Observations)
-    _reference_runs: dict[str, Observations] = field(default_factory=dict)
+    _noise: Observations | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -122,13 +121,11 @@ class Baseline:
         if self._run is not None:
             return
         started = time.monotonic()
-        self._run = run = self.start((), "" if self.turn_seconds else "profile")
+        self._run = self.start((), 0)
         try:
             self._advance(1)
             self.startup = self.startup or time.monotonic() - started
             self._advance(7)  # past the updates whose gradients are recorded
-            while not run.observations.facts.steady and len(run.losses) < MAX_PROFILED_STEPS:
-                self._advance(len(run.losses))  # TrialWatch writes at powers of two
             step_seconds = min(self._advance(2))
             if not self.turn_seconds:
                 steps = round(self.block_seconds / step_seconds)
@@ -150,39 +147,19 @@ class Baseline:
         counts = [count for count in self.peaks if count >= steps]
         return self.peaks[min(counts, default=max(self.peaks))]
 
-    def reference_run(self, role: str) -> Observations:
-        """Return the observations of a reference run. Each role runs only once.
-
-        Args:
-            role: ``"noise"``: train with other random numbers. ``"float32"``: use eager float32.
-                If the baseline already trains in eager float32, its observations are returned.
-        """
-        if role == "float32" and self.observations.facts.eager_float32:
-            return self.observations
-        if role not in self._reference_runs:
-            observed = self._observe(role)
-            if observed is None and self._run is not None:
-                self.close()  # both runs may not fit in memory
-                observed = self._observe(role)
-            if observed is None:
-                observed = self.observations
-                logging.getLogger(__name__).warning(
-                    "The reference run %r failed, so trials are compared with the baseline itself.",
-                    role,
-                )
-            self._reference_runs[role] = observed
-        return self._reference_runs[role]
-
-    def _observe(self, role: str) -> Observations | None:
-        """Run the baseline for some steps; return its observations, or None if it fails."""
-        run = self.start((), role)
-        try:
-            run.advance(NOISE_STEPS if role == "noise" else COMPARED_UPDATES)
-            return run.observations
-        except FitFailed:
-            return None
-        finally:
-            run.close()
+    def noise_run(self) -> Observations:
+        """Return the observations of a run with other random numbers. It runs only once."""
+        if self._noise is None:
+            self.close()  # both may not fit in memory
+            run = self.start((), 1)
+            try:
+                run.advance(NOISE_STEPS)
+                self._noise = run.observations
+            except FitFailed:
+                self._noise = self.observations  # no noise is known, so none is tolerated
+            finally:
+                run.close()
+        return self._noise
 
     def close(self) -> None:
         if self._run is not None:
@@ -254,7 +231,7 @@ class Trials:
     def _try(self, switches: Switches) -> Trial:
         trial, run = Trial(switches, pairs_by_start=[[]]), None
         try:
-            run = self._start(switches, "")
+            run = self._start(switches, 0)
             self._time(trial, run)
             trial.losses, trial.peak = run.losses, run.peak
             self._set_verdict(trial, run)
@@ -335,12 +312,11 @@ class Trials:
             trial.verdict = "no gain"
         else:
             observations = run.observations
-            run.close()  # a reference run may need its memory
-            trial.agreement, why = judge(
-                observations, self.baseline.observations, self.baseline.reference_run
-            )
-            if why:
-                trial.verdict, trial.why = "rejected", why
+            run.close()  # the noise run may need its memory
+            baseline = self.baseline
+            trial.why = judge(observations, baseline.observations, baseline.noise_run)
+            if trial.why:
+                trial.verdict = "rejected"
 
 
 def _is_decided(trial: Trial, rounds: int) -> bool:

@@ -34,14 +34,13 @@ def test_wrong_learning_is_rejected_and_failures_are_reported(short_blocks: None
     trials = {trial.name: trial for trial in result.trials}
     verdicts = {name: trials[name].verdict for name in CANDIDATES}
     assert verdicts == {"less sleep": "accepted", "wrong autocast": "rejected", "raises": "error"}
-    assert trials["less sleep"].agreement == pytest.approx(1), "the same seed and batches"
     assert "planted" in trials["raises"].why
     assert "planted" in trials["raises"].details
     assert result.complete
     assert result.switches == ("less sleep",)
     explanation = result.explain()
-    assert "Rejected: wrong autocast does not learn the same;" in explanation
-    assert "Failed (error): raises" in explanation
+    assert "wrong autocast: rejected; " in explanation
+    assert "raises: error; " in explanation
 
 
 @pytest.mark.slow

@@ -45,11 +45,8 @@ def shuffled(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(20))
 def test_rounding_to_bfloat16_is_accepted(seed: int) -> None:
     usual = gradients(seed)
-    least, why = compare_gradients(gradients(seed, dtype=torch.bfloat16), usual)
-    assert why == ""
-    assert least is not None
-    assert 0.95 < least < 1
-    assert compare_gradients(usual, usual) == (pytest.approx(1.0), "")
+    assert compare_gradients(gradients(seed, dtype=torch.bfloat16), usual) == ""
+    assert compare_gradients(usual, usual) == ""
 
 
 PLANTED: dict[str, Callable[[str, Tensor], Tensor]] = {
@@ -69,35 +66,34 @@ def test_planted_gradient_faults_are_rejected(fault: str, seed: int, drop: float
     """Also if the candidate draws other random numbers, as compiled dropout does."""
     usual, noise = gradients(seed, drop), gradients(seed, drop, masks=1)
     wrong = changed(gradients(seed, drop, masks=2 if drop else 0), PLANTED[fault])
-    _, why = compare_gradients(wrong, usual, noise)
-    assert "gradient" in why
+    assert "gradient" in compare_gradients(wrong, usual, noise)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_run_makes_other_random_numbers_acceptable(seed: int) -> None:
     usual, other = gradients(seed, 0.5), gradients(seed, 0.5, masks=2)
     noise = gradients(seed, 0.5, masks=1)
-    assert compare_gradients(other, usual, noise)[1] == ""
-    assert compare_gradients(other, usual)[1], "they are far apart"
+    assert compare_gradients(other, usual, noise) == ""
+    assert compare_gradients(other, usual), "they are far apart"
 
 
 def test_zero_gradient_is_compared_at_a_later_update() -> None:
     usual = gradients()
     usual[0]["0.weight"].zero_()
     usual[0]["0.bias"].zero_()
-    assert compare_gradients(usual, usual)[1] == ""
+    assert compare_gradients(usual, usual) == ""
     wrong = changed(usual, PLANTED["one layer flipped"])
     wrong[1]["0.weight"] = -wrong[1]["0.weight"]
-    assert "gradient of 4.weight" in compare_gradients(wrong, usual)[1]
+    assert "gradient of 4.weight" in compare_gradients(wrong, usual)
     wrong = [usual[0], changed(usual, PLANTED["flipped"])[1]]
-    assert "gradient of 0.weight" in compare_gradients(wrong, usual)[1]
+    assert "gradient of 0.weight" in compare_gradients(wrong, usual)
 
 
 def test_infinite_first_gradient_is_skipped() -> None:
     usual = gradients()
     first = changed(usual, lambda name, values: values * math.inf)[0]
-    assert compare_gradients([first, *usual[1:]], usual)[1] == ""
-    assert compare_gradients([first, *changed(usual, PLANTED["flipped"])[1:]], usual)[1]
+    assert compare_gradients([first, *usual[1:]], usual) == ""
+    assert compare_gradients([first, *changed(usual, PLANTED["flipped"])[1:]], usual)
 
 
 class Cancelling(nn.Module):
@@ -129,30 +125,25 @@ def test_cancelled_gradients_may_differ(seed: int) -> None:
     usual, rounded = found
     for name in ("key.bias", "conv.bias"):
         assert rounded[0][name].norm() > 100 * usual[0][name].norm(), "its length says nothing"
-    assert compare_gradients(rounded, usual)[1] == ""
+    assert compare_gradients(rounded, usual) == ""
     for name in usual[0]:
         if name not in ("key.bias", "conv.bias"):
             wrong = [{**rounded[0], name: -rounded[0][name]}]
-            assert f"gradient of {name} has another direction" in compare_gradients(wrong, usual)[1]
-
-
-def test_missing_gradients_have_no_cosine() -> None:
-    assert compare_gradients([], gradients()) == (None, "")
+            assert f"gradient of {name} has another direction" in compare_gradients(wrong, usual)
 
 
 def test_frozen_parameter_is_named() -> None:
     near = dict.fromkeys("abcdef", 1.0)
     reference = {2: {**near, "c": 0.0}, 4: near}
     assert compare_distances({2: {**near, "c": 0.0}, 4: near}, reference) == ""
-    assert "after 4 steps it has not changed b," in compare_distances(
-        {4: {**near, "b": 0.0}}, reference
-    )
+    why = compare_distances({4: {**near, "b": 0.0}}, reference)
+    assert why.endswith("has not changed 1 parameters that the baseline trains, such as b")
     assert compare_distances({2: dict.fromkeys(near, 0.0)}, reference) == "", (
         "a loss scale is sought"
     )
     assert compare_distances({}, reference) == ""
     assert compare_distances({4: near}, {4: dict.fromkeys(near, 0.0)}) == "", "its rate is still 0"
-    assert "b, c, d and 2 more" in compare_distances({4: {"a": 1.0}}, reference)
+    assert "5 parameters" in compare_distances({4: {"a": 1.0}}, reference)
 
 
 def test_distances_that_differ_tenfold_are_rejected() -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
-from lightning_opt.tuner.probe import PHASE_GROUPS, REST, Facts
+from lightning_opt.tuner.probe import Facts
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.search import Objective, Switches, Trial
 from lightning_opt.tuner.space import Space
@@ -26,7 +26,7 @@ BASE = {
 def trial(switches: Switches, ratio: float, peak: float, verdict: str = "accepted") -> Trial:
     return Trial(
         switches, verdict, ratio=ratio, low=0.98 * ratio, high=1.02 * ratio, seconds=0.1 * ratio,
-        peak=int(1e8 * peak), peak_ratio=peak, agreement=0.999, losses=[1.0, 0.5], startup=2.5,
+        peak=int(1e8 * peak), peak_ratio=peak, losses=[1.0, 0.5], startup=2.5,
     )  # fmt: skip
 
 
@@ -41,13 +41,12 @@ TRIALS = [
 ]
 TRIALS[-2].why = "its loss differs by +1"
 TRIALS.append(trial(("one_thread",), 0.9, 1.0))
-TRIALS[-1].high = 1.05
 
 
 def result(best: Switches = ("fused", "channels_last"), **base: Any) -> TuneResult:
     candidates = {"checkpointing": True, "quick": {"benchmark": True}}
     space = Space("throughput", FACTS, candidates, {**BASE, **base})
-    return TuneResult("throughput", space, TRIALS, best, facts={"cpu": "here"}, seconds=60)
+    return TuneResult("throughput", space, TRIALS, best, machine="2 CPUs", seconds=60)
 
 
 @pytest.mark.parametrize("best", [("fused", "channels_last"), ()])
@@ -117,25 +116,12 @@ def test_explanation_has_answer_rejections_and_failures() -> None:
         "with 1.10 times the peak memory."
     )
     assert "fp16 (it is for CUDA" in text
-    assert "Rejected: quick does not learn the same; its loss differs by +1." in text
-    assert "Failed (died): compile. The process was killed by SIGSEGV." in text
-    undecided = "one_thread takes 0.90 times as long as the baseline (between 0.88 and 1.05)"
-    assert f"Undecided: {undecided}." in text
+    assert "quick: rejected; its loss differs by +1" in text
+    assert "compile: died; The process was killed by SIGSEGV." in text
     nothing = result(()).explain()
     assert nothing.startswith("Change nothing: no switch certainly reduces step time")
     assert result(()).table.title.endswith("change nothing")
     assert not result(()).improved
-
-
-def test_step_of_the_baseline_is_described() -> None:
-    seconds = dict.fromkeys((*PHASE_GROUPS, REST), 0.008) | {"waiting for data": 0.952}
-    lines = Space("throughput", Facts(seconds_by_group=seconds)).describe(0.1, 2**25)
-    assert lines.splitlines() == [
-        "A step takes 100 ms: waiting for data 95%, forward 1%, backward 1%, optimizer 1%, "
-        "communication 1%, callbacks 1%, Lightning and the rest 1%.",
-        "Peak memory: 32 MiB.",
-        "Switches to try: data_pipeline.",
-    ]
 
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -151,7 +137,6 @@ def test_repeated_trials_are_pooled() -> None:
     assert first.ratio == pytest.approx(0.8, rel=0.02)
     assert pooled.ratio == pytest.approx(0.82, rel=0.02)
     assert pooled.low < 0.82 < pooled.high
-    assert pooled.why == "measured 2 times"
     wrong = Trial(("a",), "rejected")
     assert wrong.pooled(first) is wrong
 
@@ -165,15 +150,12 @@ def test_objectives_score_time_or_memory() -> None:
     assert memory.outcome(small).high < 0.51
     slow = trial(("c",), 1.4, 0.3)
     assert memory.outcome(slow).score == math.inf
-    assert memory.outcome(slow).retry, "what makes it faster may come beside it"
-    assert not memory.outcome(trial(("d",), 9.0, 0.3)).retry
-    assert throughput.outcome(Trial(("e",), "out of memory")).retry
-    assert not throughput.outcome(Trial(("e",), "timeout")).retry
+    assert throughput.outcome(Trial(("e",), "out of memory")).score == math.inf
     assert throughput.outcome(trial(("f",), 0.5, 1, "rejected")).score == math.inf
 
 
 def test_cpu_note_on_recomputation() -> None:
     found = result()
     assert "stay resident" not in found.table.to_markdown()
-    found.objective, found.facts = "memory", {"device": "cpu"}
+    found.objective = "memory"
     assert "recomputing can save more than shown" in found.table.to_markdown()

@@ -19,7 +19,7 @@ class Machine:
     Attributes:
         tried: All configurations measured, in order.
         limit: Number of trials that the budget allows.
-        failing: Outcomes of all configurations with a switch.
+        failing: Switches whose configurations fail.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Machine:
         self.noise, self.random = noise, random.Random(seed)
         self.tried: list[Names] = []
         self.limit = math.inf
-        self.failing: dict[str, Outcome] = {}
+        self.failing: set[str] = set()
 
     def cost(self, names: Iterable[str]) -> float:
         on = set(names)
@@ -49,9 +49,8 @@ class Machine:
         if len(self.tried) >= self.limit:
             raise TimeIsUp
         self.tried.append(names)
-        for name in names:
-            if name in self.failing:
-                return self.failing[name]
+        if self.failing & set(names):
+            return Outcome(math.inf)
         score = self.cost(names) * math.exp(self.noise * self.random.gauss(0, 1))
         return Outcome(score, score * (1 + 2 * self.noise))
 
@@ -135,18 +134,11 @@ def test_simpler_of_two_similar_configurations_wins() -> None:
     assert search.outcomes["a", "b", "c"].score < search.outcomes["a", "b"].score
 
 
-def test_failure_is_retried_only_if_another_switch_may_help() -> None:
+def test_failed_switch_is_not_combined() -> None:
     broken = Machine({"a": 0.5, "b": 0.9})
-    broken.failing = {"a": Outcome(math.inf)}
+    broken.failing = {"a"}
     assert broken.search().run() == ("b",)
     assert ("a", "b") not in broken.tried
-
-    class Cured(Machine):
-        def measure(self, names: Names) -> Outcome:
-            outcome = super().measure(names)
-            return Outcome(math.inf, retry=True) if names == ("a",) else outcome
-
-    assert Cured({"a": 0.5, "b": 0.95}).search().run() == ("a", "b")
 
 
 @pytest.mark.parametrize("limit", [0, 1, 4, 5])
@@ -163,47 +155,30 @@ def test_uncertain_gain_is_not_chosen() -> None:
     assert Search(lambda names: Outcome(0.93, 0.95), ("a",)).run() == ("a",)
 
 
-def next_to_remeasure(repeats: dict[Names, int], **scores: tuple[float, float]) -> Names | None:
-    search = Search(lambda names: Outcome(1.0), tuple(scores))
-    search.outcomes = {(name,): Outcome(*ends) for name, ends in scores.items()}
-    search.outcomes |= {(): Outcome(1.0, 1.0), tuple(scores): Outcome(math.inf)}
-    return search.next_to_remeasure(repeats)
+def test_best_configurations_are_measured_again_once() -> None:
+    """Those with at least the winner's score, or that gain if nothing wins."""
 
+    def following(*repeated: str, **scores: tuple[float, float]) -> Names | None:
+        search = Search(lambda names: Outcome(1.0), tuple(scores))
+        search.outcomes = {(name,): Outcome(*ends) for name, ends in scores.items()}
+        search.outcomes |= {(): Outcome(1.0, 1.0), tuple(scores): Outcome(math.inf)}
+        return search.next_to_remeasure([(name,) for name in repeated])
 
-def test_best_configurations_are_measured_again() -> None:
-    """The winner once, then those with at least as good a score, at most three times."""
     undecided = {"a": (0.9, 1.1), "b": (0.86, 1.09), "c": (1.2, 1.5)}
-    assert next_to_remeasure({}, **undecided) == ("b",)
-    assert next_to_remeasure({("b",): 3}, **undecided) == ("a",)
-    assert next_to_remeasure({("b",): 3, ("a",): 3}, **undecided) is None
+    assert following(**undecided) == ("b",)
+    assert following("b", **undecided) == ("a",)
+    assert following("a", "b", **undecided) is None
     decided = undecided | {"b": (0.76, 0.77)}
-    assert next_to_remeasure({}, **decided) == ("b",)
-    assert next_to_remeasure({("b",): 1}, **decided) is None, "a is worse"
-    rival = decided | {"a": (0.75, 1.1)}
-    assert next_to_remeasure({("b",): 1}, **rival) == ("a",)
+    assert following(**decided) == ("b",)
+    assert following("b", **decided) is None, "a is worse"
+    assert following("b", **decided | {"a": (0.75, 1.1)}) == ("a",)
 
 
-def test_others_are_tried_together_with_the_first_switch() -> None:
+def test_switches_without_gain_are_tried_with_the_best() -> None:
     """Faster computation gains nothing while a step waits for data."""
-    machine = Machine({"bf16": 1.0, "data": 0.5, "fused": 1.0}, {("bf16", "data"): 0.6})  # type: ignore[dict-item]
-    assert machine.search(first="data").run() == ("bf16", "data")
-    assert machine.tried[:3] == [("data",), ("bf16", "data"), ("data", "fused")]
-    assert ("bf16",) not in machine.tried
-
-
-def test_first_switch_may_gain_only_beside_another() -> None:
-    """Workers may gain only once torch leaves them a CPU."""
-    pairs: Any = {("data", "threads"): 0.6}
-    machine = Machine({"data": 1.0, "fused": 1.0, "threads": 1.0}, pairs)
-    assert machine.search(first="data").run() == ("data", "threads")
-    assert machine.tried[:3] == [("data",), ("data", "fused"), ("data", "threads")]
-    machine.failing["data"] = Outcome(math.inf)
-    machine.search(first="data").run()
-    assert machine.tried[-2:] == [("fused",), ("threads",)], "without the failed one"
-
-
-def test_first_switch_without_gain_is_not_chosen() -> None:
-    assert Machine({"bf16": 0.9, "data": 1.0}).search(first="data").run() == ("bf16",)
+    pairs: Any = {("bf16", "data"): 0.6}
+    machine = Machine({"bf16": 1.0, "data": 0.5, "fused": 1.0}, pairs)
+    assert machine.search().run() == ("bf16", "data")
 
 
 LATE: Sequence[tuple[dict[str, float], dict[str, Any], str]] = (

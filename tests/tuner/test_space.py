@@ -13,8 +13,7 @@ from lightning_opt.tuner.probe import Facts
 from lightning_opt.tuner.space import Space, built_in_switches
 from lightning_opt.worker.recipes import as_mapping
 
-ACCOUNT = {"waiting for data": 0.2, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
-NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, seconds_by_group=ACCOUNT)
+NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2)
 
 
 def names(facts: Facts = NET, objective: str = "throughput", **arguments: Any) -> list[str]:
@@ -36,11 +35,6 @@ def test_unsuitable_switches_are_left_out_with_reasons() -> None:
         (Facts(fused=True), "fused", "the optimizers are fused already"),
         (Facts(convolutions=0), "channels_last", "the model has no convolutions in 2D or 3D"),
         (
-            Facts(seconds_by_group={**ACCOUNT, "waiting for data": 0.001}),
-            "data_pipeline",
-            "only 0.1% of a step is spent on waiting for data",
-        ),
-        (
             Facts(uses_dataloader=False),
             "data_pipeline",
             "the data does not come from one DataLoader",
@@ -52,28 +46,6 @@ def test_unsuitable_switches_are_left_out_with_reasons() -> None:
 )
 def test_reason_of_a_left_out_switch(facts: Facts, gone: str, reason: str) -> None:
     assert Space("throughput", facts).left_out[gone] == reason
-
-
-def test_switches_for_negligible_groups_are_not_tried() -> None:
-    def tried(**account: float) -> set[str]:
-        usual = dict.fromkeys(ACCOUNT, 0.0) | {
-            name.replace("_", " "): seconds for name, seconds in account.items()
-        }
-        return set(names(facts=replace(NET, seconds_by_group=usual)))
-
-    compute = {"channels_last", "all_threads", "bf16", "compile", "compile_regions"}
-    assert tried(forward=0.5, backward=0.5) == compute
-    assert tried(optimizer=1.0) == {"fused", "all_threads"}
-    assert tried(waiting_for_data=1.0) == {"data_pipeline"}
-    assert tried() == {*compute, "fused", "data_pipeline"}, "nothing is known"
-    idle = {**dict.fromkeys(ACCOUNT, 0.0), "forward": 1.0}
-    space = Space("memory", replace(NET, seconds_by_group=idle))
-    assert "fused" in space.switches, "of time alone"
-
-
-def test_step_that_mostly_waits_for_data_is_data_bound() -> None:
-    assert Facts(seconds_by_group={**ACCOUNT, "waiting for data": 4.0}).data_bound
-    assert not Facts(seconds_by_group=ACCOUNT).data_bound
 
 
 def test_memory_objective_has_its_own_switches() -> None:
