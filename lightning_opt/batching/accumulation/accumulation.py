@@ -26,7 +26,7 @@ from lightning_opt.batching.loader_sizes import (
 )
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.splitting import Splitter
-from lightning_opt.core.arguments import check_at_least, function_named
+from lightning_opt.core.arguments import check_at_least
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import flat_parameter_groups, step_groups
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
@@ -73,7 +73,7 @@ class Accumulation(RunCallback):
             number of batches is rounded, with a warning.
         normalize: The unit over which each loss is a mean: ``"samples"``, ``"tokens"``, which needs
             ``count``, or ``"batches"``, which weights all batches equally.
-        count: A function of the batch, or its import path, that returns the weight of the batch,
+        count: A function of the batch that returns the weight of the batch,
             such as its number of tokens: a number or a 0-dimensional tensor. It may be 0.
 
     Raises:
@@ -101,7 +101,7 @@ class Accumulation(RunCallback):
         schedule: int | dict[int, int] | None = None,
         effective_batch: int | None = None,
         normalize: Literal["batches", "samples", "tokens"] = "samples",
-        count: Callable[[Any], Any] | str | None = None,
+        count: Callable[[Any], Any] | None = None,
     ) -> None:
         if schedule is not None and effective_batch is not None:
             raise ValueError(
@@ -112,7 +112,7 @@ class Accumulation(RunCallback):
             raise ValueError(f"normalize must be one of {UNITS}, got {normalize!r}.")
         if normalize == "tokens" and count is None:
             raise ValueError(
-                "normalize='tokens' needs count=..., a function of the batch (or its import path) "
+                "normalize='tokens' needs count=..., a function of the batch "
                 "that returns how many tokens its loss is a mean over, such as "
                 "`lambda batch: (batch['labels'][:, 1:] != -100).sum()`."
             )
@@ -123,7 +123,7 @@ class Accumulation(RunCallback):
         if effective_batch is not None:
             check_at_least("effective_batch", effective_batch, 1)
             self.accumulates_by = "effective_batch"
-        self._count = function_named("count", count)
+        self._count = count
         loss = "mean_over_samples" if count is None else "mean_over_tokens"
         self._splitter = Splitter(None, loss, self._count)
         self._trainer: pl.Trainer | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_opt.batching.batch_size.search import FoundSizes
 from lightning_opt.batching.batch_size.trials import Trials
-from lightning_opt.core.arguments import check_one_of, function_named
+from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.modules.patching import Patches, do_nothing, replaced
 from lightning_opt.trainer.lightning import BaseCallback, package_of
 
@@ -43,7 +43,7 @@ def find_batch_size(
     target: float = 0.9,
     max_size: int | None = None,
     budget_mb: float | None = None,
-    worst_batch: Callable[[int], Any] | str | None = None,
+    worst_batch: Callable[[int], Any] | None = None,
 ) -> FoundSizes:
     """Find the largest batch size that fits into memory, or the fastest size.
 
@@ -62,10 +62,10 @@ def find_batch_size(
         target: Share of the nearest memory limit that a size may take; 1 for all of it.
         max_size: The largest size to try; None for the number of samples.
         budget_mb: An additional limit on the memory of this process on its device.
-        worst_batch: A function, or its import path, that takes a number of samples and returns a
-            batch of that size, in the form in which the loader returns batches. The batch should be
-            the one that needs the most memory, such as the longest sequences. It is used to measure
-            memory, not time. None uses the loader's batches.
+        worst_batch: A function that takes a number of samples and returns a batch of that size, in
+            the form in which the loader returns batches. The batch should be the one that needs the
+            most memory, such as the longest sequences. It is used to measure memory, not time. None
+            uses the loader's batches.
 
     Returns:
         The largest and the fastest size, and all trials; ``report()`` returns a table of them.
@@ -88,8 +88,7 @@ def find_batch_size(
         64
     """
     check_one_of("mode", mode, ("largest", "fastest"))
-    function = function_named("worst_batch", worst_batch)
-    search_callback = SearchCallback(mode, max_size, target, budget_mb, function)
+    search_callback = SearchCallback(mode, max_size, target, budget_mb, worst_batch)
     with (
         search_callback.stack,
         replaced(trainer, callbacks=[search_callback, *trainer.callbacks]),  # type: ignore[attr-defined]
