@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.measure.reading import Schedule
-from lightning_opt.core.modules.sharding import largest_over_ranks, step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.memory.leaks.suspects import (
@@ -18,12 +16,12 @@ from lightning_opt.memory.leaks.suspects import (
     Census,
     MemoryTrend,
     Suspect,
+    Walk,
     find_suspects,
     read_counters,
     take_census,
     user_modules,
 )
-from lightning_opt.memory.object_graph import Root
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 
 COUNT_INTERVALS = (3, 3, 2)
 """Samples between counts; unequal, so that a periodic change does not look like growth."""
-
-FRAMEWORKS = ("lightning.", "lightning_opt.", "pytorch_lightning.")
 
 FIRST_PAUSE = 100
 """Steps to pause after the first search that found nothing. Each further one doubles it."""
@@ -47,8 +43,9 @@ class LeakDetector(RunCallback):
 
     On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
     If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,
-    it counts all containers and autograd graphs four times over the next steps. It reports those
-    that grew every time, with the path that leads to them.
+    it counts the containers and autograd graphs that your module, callbacks, loggers, data and
+    Python modules reference, four times over the next steps. It reports those that grew every time,
+    with the path that leads to them.
     A container that may be cleared at the end of an epoch is only reported if it still grows in the
     next epoch, or if memory would run out before. Without a trend, nothing is counted.
 
@@ -70,16 +67,14 @@ class LeakDetector(RunCallback):
         every_n_steps: Batches from one sample to the next, at least 1. A trend needs eight samples.
         warmup_steps: Batches at the start that are ignored, at least 0.
         min_kb_per_step: Growth per step, in KB, below which nothing is reported.
-        action: ``"warn"`` logs a warning, ``"raise"`` stops the run, on all ranks together.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range.
-        RuntimeError: While training, with ``action="raise"``, when a leak is confirmed.
 
     Example:
         >>> import lightning as L
         >>> import lightning_opt as lo
-        >>> leaks = lo.LeakDetector(action="raise")
+        >>> leaks = lo.LeakDetector()
         >>> trainer = L.Trainer(callbacks=[leaks], logger=False)
         >>> leaks.suspects
         []
@@ -94,17 +89,14 @@ class LeakDetector(RunCallback):
         every_n_steps: int = 10,
         warmup_steps: int = 50,
         min_kb_per_step: float = 0.5,
-        action: Literal["warn", "raise"] = "warn",
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.warmup_steps = check_at_least("warmup_steps", warmup_steps, 0)
         self.min_bytes_per_step = 1024 * check_positive("min_kb_per_step", min_kb_per_step)
-        self.action = check_one_of("action", action, ("warn", "raise"))
         self._reset()
 
     def _reset(self) -> None:
         self._steps = self._searches = 0
-        self._seconds = 0.0
         self.suspects: list[Suspect] = []  # oldest first
         self._training = False
         self._pause = FIRST_PAUSE
@@ -132,7 +124,7 @@ class LeakDetector(RunCallback):
         self._steps += 1
         if self._steps <= self.warmup_steps or not self._schedule.is_due(self._steps):
             return
-        suspects = self._sample_and_search(trainer, "train")
+        self._sample_and_search(trainer, "train")
         trend = self._trends["train"]
         if trend.is_due():
             slope = max(trend.growing().values(), default=0.0)
@@ -140,46 +132,43 @@ class LeakDetector(RunCallback):
                 trainer,
                 {"leaks/kb_per_step": slope / 1024, "leaks/suspects": float(len(self.suspects))},
             )
-        self._raise_on_all_ranks(trainer, suspects)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take a sample; validation has its own series."""
         if self._training and self._steps > self.warmup_steps:
-            self._raise_on_all_ranks(trainer, self._sample_and_search(trainer, "validation"))
+            self._sample_and_search(trainer, "validation")
 
-    def _sample_and_search(self, trainer: pl.Trainer, phase: Phase) -> list[Suspect]:
+    def _sample_and_search(self, trainer: pl.Trainer, phase: Phase) -> None:
         trend = self._trends[phase]
         trend.add(self._steps, read_counters(trainer.strategy.root_device))
         if not self._counts:
             if trend.is_due() and self._steps >= self._paused_until and trend.growing():
                 self._phase = phase
+                self._searches += 1
                 self._count(trainer)
-            return []
+            return
         if phase != self._phase:
-            return []
+            return
         if self._wait_for_epoch is not None:
             if trainer.current_epoch < self._wait_for_epoch:
-                return []
+                return
             self._wait_for_epoch = None
             self._next_count = self._steps + COUNT_INTERVALS[-1] * self._schedule.every_n_steps
-        if phase == "train" and self._steps < self._next_count:
-            return []
-        self._count(trainer)
-        return self._evaluate_counts(trainer) if len(self._counts) > len(COUNT_INTERVALS) else []
+        if phase == "validation" or self._steps >= self._next_count:
+            self._count(trainer)
 
     def _count(self, trainer: pl.Trainer) -> None:
-        start = perf_counter()
-        self._counts.append(take_census(self._steps, trainer.current_epoch, self._roots(trainer)))
-        index = min(len(self._counts), len(COUNT_INTERVALS)) - 1
-        self._next_count = self._steps + COUNT_INTERVALS[index] * self._schedule.every_n_steps
-        self._searches += len(self._counts) == 1
-        self._seconds += perf_counter() - start
+        walk = Walk(self._roots(trainer), excluded=self)
+        self._counts.append(take_census(self._steps, trainer.current_epoch, walk))
+        if len(self._counts) > len(COUNT_INTERVALS):
+            self._evaluate_counts(trainer, walk)
+        else:
+            interval = COUNT_INTERVALS[len(self._counts) - 1]
+            self._next_count = self._steps + interval * self._schedule.every_n_steps
 
-    def _evaluate_counts(self, trainer: pl.Trainer) -> list[Suspect]:
+    def _evaluate_counts(self, trainer: pl.Trainer, walk: Walk) -> None:
         """Compare the counts: report, wait for the end of the epoch, or end the search."""
-        start = perf_counter()
-        suspects = find_suspects(self._counts, self._roots(trainer), self.min_bytes_per_step, self)
-        self._seconds += perf_counter() - start
+        suspects = find_suspects(self._counts, walk, self.min_bytes_per_step)
         epoch_has_ended = self._counts[-1].epoch > self._counts[0].epoch
         confirmed = [
             s
@@ -190,7 +179,7 @@ class LeakDetector(RunCallback):
         if suspects and not confirmed:
             self._wait_for_epoch = self._counts[-1].epoch + 1
             self._counts = [self._counts[0], *self._counts[-2:]]  # bounds the memory
-            return []
+            return
         self._end_search()
         known = {(s.kind, s.where) for s in self.suspects}
         new = [s for s in confirmed if (s.kind, s.where) not in known]
@@ -201,35 +190,17 @@ class LeakDetector(RunCallback):
         for suspect in new:
             log.warning("LeakDetector, step %d: %s What to do: %s.", self._steps, suspect,
                         suspect.advice)  # fmt: skip
-        return new
 
     def _would_not_fit(self, trainer: pl.Trainer, suspect: Suspect) -> bool:
         batches_left = trainer.num_training_batches - trainer.fit_loop.batch_idx
         room = MemoryLimits(trainer.strategy.root_device).room()
         return 1024 * suspect.kb_per_step * batches_left > room
 
-    def _raise_on_all_ranks(self, trainer: pl.Trainer, suspects: list[Suspect]) -> None:
-        if self.action != "raise":
-            return
-        if groups := step_groups(trainer):
-            if not self._trends["train"].is_due():  # all ranks have the same number of samples
-                return
-            has_suspects = [float(bool(self.suspects))]
-            if not any(largest_over_ranks(has_suspects, trainer.strategy.root_device, groups[0])):
-                return
-        elif not suspects:
-            return
-        reasons = " ".join(map(str, self.suspects)) or "Another rank found a leak."
-        raise RuntimeError(
-            f"LeakDetector(action='raise') stopped the run at step {self._steps}. {reasons}"
-        )
-
-    def _roots(self, trainer: pl.Trainer) -> list[Root]:
-        module = trainer.lightning_module
+    def _roots(self, trainer: pl.Trainer) -> list[tuple[str, Any]]:
         callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         data = trainer.datamodule  # type: ignore[attr-defined]
-        things = [module, *trainer.loggers, *callbacks, *([] if data is None else [data])]
-        roots: list[Root] = [(type(thing).__name__, thing) for thing in things]
+        things = [trainer.lightning_module, *trainer.loggers, *callbacks, data]
+        roots = [(type(thing).__name__, thing) for thing in things if thing is not None]
         return [*roots, ("trainer", trainer), *user_modules()]
 
     def diagnose(self) -> list[Verdict]:
@@ -262,9 +233,7 @@ class LeakDetector(RunCallback):
             }
             for suspect in self.suspects
         ]
-        notes = [
-            f"{self._steps} batches, {self._searches} searches, which took {self._seconds:.2g} s."
-        ]
+        notes = [f"{self._steps} batches, {self._searches} searches."]
         if not rows:
             notes.insert(0, "No leak was found.")
             notes += [

@@ -1,28 +1,33 @@
 """Detect growth and describe suspects.
 
-Cheap counters are sampled during the run. In a search, all containers and autograd graphs are
-counted several times. Those that grew every time are suspects, with the path that leads to them.
+Cheap counters are sampled during the run. In a search, the containers and autograd graphs that the
+run's objects reference are counted several times. Those that grew every time are suspects, with the
+path that leads to them.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import re
 import sys
 import sysconfig
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_opt.core.measure.memory import malloc_info, resident_memory
+from lightning_opt.core.modules.batches import tensors_of
+from lightning_opt.core.modules.trial import storages_of
 from lightning_opt.core.numerics.ratios import mann_kendall, theil_sen
-from lightning_opt.memory import object_graph
-from lightning_opt.memory.object_graph import Root, Walk, graph_size, is_a
+
+# --- growth ---------------------------------------------------------------------------------------
 
 PYTHON_BLOCK_BYTES = 96
 """Typical size of a block of Python's allocator, which reports the number of blocks only."""
@@ -83,23 +88,164 @@ class MemoryTrend:
         return dict(sorted(slopes.items(), key=lambda item: -item[1]))
 
 
+# --- objects and the references between them ------------------------------------------------------
+
+CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+"""Types whose length is computed without running user code."""
+
+MAX_OBJECTS = 300_000
+"""Maximum number of objects in a walk."""
+
+CONSTANTS = (type, ModuleType, CodeType, BuiltinFunctionType, str, bytes, int, float, type(None))
+"""Types of objects that a walk does not visit."""
+
+Root = tuple[str, Any]
+
+
+class Walk:
+    """All objects reachable from some roots, each with the object that first referenced it.
+
+    It holds references to all of them, so delete it soon.
+
+    Args:
+        roots: Pairs of a name and an object.
+        excluded: An object that is not visited.
+        excluded_types: Types whose objects are not visited, except the roots.
+        limit: Maximum number of objects.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        excluded: Any = None,
+        excluded_types: tuple[type, ...] = CONSTANTS,
+        limit: int = MAX_OBJECTS,
+    ) -> None:
+        self._names = {id(root): name for name, root in roots}
+        self._found: dict[int, tuple[Any, int | None]] = {
+            id(root): (root, None) for _, root in roots
+        }
+        # Functions reference the namespaces of their modules.
+        skipped = {id(vars(module)) for module in list(sys.modules.values()) if module is not None}
+        skipped.add(id(excluded))
+        queue = deque(root for _, root in roots)
+        while queue and len(self._found) < limit:
+            thing = queue.popleft()
+            for held in _referents(thing):
+                key = id(held)
+                if key not in self._found and key not in skipped and not is_a(held, excluded_types):
+                    self._found[key] = held, id(thing)
+                    queue.append(held)
+
+    def objects(self) -> list[Any]:
+        return [thing for thing, _ in self._found.values()]
+
+    def tensors(self) -> list[Tensor]:
+        return [thing for thing in self.objects() if is_a(thing, Tensor)]
+
+    def get(self, key: int) -> Any:
+        """Return the object with this ``id``."""
+        return self._found[key][0]
+
+    def describe(self, thing: Any) -> str:
+        """Return the path to an object, such as ``LitModel.layer._forward_hooks``."""
+        chain = []
+        key: int | None = id(thing)
+        while key is not None:
+            held, key = self._found[key]
+            chain.append(held)
+        chain.reverse()
+        text, holder = self._names[id(chain[0])], chain[0]
+        for held in chain[1:]:
+            if held is not getattr(holder, "__dict__", None):
+                text += _step(holder, held)
+                holder = held
+        # Write submodules as attributes.
+        return re.sub(r"\._(?:modules|parameters|buffers)\['(.*?)'\]", r".\1", text)
+
+
+def _referents(thing: Any) -> Iterable[Any]:
+    if is_a(thing, ModuleType):
+        return list(vars(thing).values())
+    if is_a(thing, FrameType):  # without the frames that called it
+        return list(thing.f_locals.values())
+    return gc.get_referents(thing)
+
+
+def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether the type of ``thing`` is a subclass of ``kinds``.
+
+    Unlike ``isinstance`` this does not read ``thing.__class__``, which raises for a weak proxy
+    whose object is gone.
+    """
+    return issubclass(type(thing), kinds)
+
+
+def _step(holder: Any, held: Any) -> str:
+    for name, value in list(getattr(holder, "__dict__", {}).items()):
+        if value is held:
+            return f".{name}"
+    if is_a(holder, dict):
+        entries = list(holder.items())
+    else:
+        entries = list(enumerate(holder)) if is_a(holder, (list, tuple, deque)) else []
+    key = next((key for key, value in entries if value is held), None)
+    return f"[{key!r}]" if is_a(key, (str, int)) else f" -> {type(held).__name__}"
+
+
+def graph_size(tensor: Tensor, limit: int = 20_000) -> int:
+    """Return the number of operations in the autograd graph of a tensor, up to a limit."""
+    seen: set[Any] = set()
+    stack = [tensor.grad_fn]
+    while stack and len(seen) < limit:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(following for following, _ in node.next_functions)
+    return len(seen)
+
+
+TENSOR_BYTES = 500
+"""Size of a tensor without its storage."""
+
+GRAPH_NODE_BYTES = 1000
+"""An estimate of the size of a node of autograd, whose saved tensors are not accessible."""
+
+
+def mean_size(things: Sequence[Any]) -> float:
+    """Return the mean bytes of objects with everything that they reference.
+
+    The modules and parameters that they reference do not count.
+    """
+    walk = Walk(
+        [("", thing) for thing in things],
+        excluded_types=(*CONSTANTS, nn.Module, nn.Parameter),
+        limit=400 * len(things),
+    )
+    tensors = walk.tensors()
+    storages = {storage for tensor in tensors for storage in storages_of(tensor)}
+    total = sum(sys.getsizeof(thing, 64) for thing in walk.objects())
+    total += TENSOR_BYTES * len(tensors) + sum(storage.nbytes() for storage in storages)
+    total += GRAPH_NODE_BYTES * sum(graph_size(tensor, 1000) for tensor in tensors)
+    return total / len(things)
+
+
+# --- a search -------------------------------------------------------------------------------------
+
+
 @dataclass
 class Census:
+    """The lengths of all containers by ``id``, and the operations in the longest graph."""
+
     step: int
     epoch: int
     lengths: dict[int, int]
     graph_nodes: int
 
 
-def take_census(step: int, epoch: int, roots: Sequence[Root]) -> Census:
-    """Collect garbage and count all containers. Takes some tenths of a second."""
-    gc.collect()
-    walk = Walk(roots)  # finds frozen objects, which `gc.get_objects` does not list
-    objects = gc.get_objects()
-    longest = max(map(graph_size, _tensors_with_graph(objects)), default=0)
-    things = itertools.chain(objects, (thing for thing, _ in walk.found.values()))
-    lengths = {id(thing): len(thing) for thing in things if type(thing) in object_graph.CONTAINERS}
-    return Census(step, epoch, lengths, longest)
+def take_census(step: int, epoch: int, walk: Walk) -> Census:
+    lengths = {id(thing): len(thing) for thing in walk.objects() if type(thing) in CONTAINERS}
+    return Census(step, epoch, lengths, max(map(graph_size, walk.tensors()), default=0))
 
 
 def growing_containers(counts: Sequence[Census], min_items_per_step: float) -> dict[int, float]:
@@ -113,24 +259,11 @@ def growing_containers(counts: Sequence[Census], min_items_per_step: float) -> d
     return rates
 
 
-def graph_growth(counts: Sequence[Census]) -> float:
-    """Return the growth of the longest graph in operations per step; 0 unless all counts grew."""
-    return _growth(counts, [count.graph_nodes for count in counts])
-
-
 def _growth(counts: Sequence[Census], lengths: Sequence[int]) -> float:
+    """Return the growth per step; 0 unless every count is larger than the one before."""
     if any(b <= a for a, b in itertools.pairwise(lengths)):
         return 0.0
     return (lengths[-1] - lengths[0]) / (counts[-1].step - counts[0].step)
-
-
-def longest_graph() -> Tensor | None:
-    return max(_tensors_with_graph(gc.get_objects()), key=graph_size, default=None)
-
-
-def _tensors_with_graph(objects: Sequence[object]) -> list[Tensor]:
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
-    return [t for t in objects if type(t) in kinds and t.grad_fn is not None]  # type: ignore[attr-defined, misc]
 
 
 Kind = Literal["graph", "container"]
@@ -150,8 +283,6 @@ MAX_SUSPECTS = 5
 
 MEASURED_ITEMS = 3
 """Number of newest items of a container whose size is measured."""
-
-BASE_CLASSES = ("lightning/pytorch/core", "pytorch_lightning/core", "nn/modules/module.py")
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -183,99 +314,44 @@ class Suspect:
 
 
 def user_modules() -> list[Root]:
-    """Return the names and namespaces of imported Python modules outside of installed libraries."""
+    """Return the names and objects of imported Python modules outside of installed libraries."""
     own = str(Path(__file__).parents[2])
-    files = {name: getattr(module, "__file__", None) for name, module in [*sys.modules.items()]}
     return [
-        (name, vars(sys.modules[name]))
-        for name, file in files.items()
-        if file and not file.startswith((*_LIBRARIES, own))
+        (name, module)
+        for name, module in [*sys.modules.items()]
+        if (file := getattr(module, "__file__", None)) and not file.startswith((*_LIBRARIES, own))
     ]
 
 
-def find_suspects(
-    counts: Sequence[Census], roots: Sequence[Root], min_bytes_per_step: float, searcher: Any
-) -> list[Suspect]:
+def find_suspects(counts: Sequence[Census], walk: Walk, min_bytes_per_step: float) -> list[Suspect]:
     """Return at most five objects that grew between all counts, the fastest first.
 
-    Paths start at ``roots``. Growth below ``min_bytes_per_step`` is ignored, and so are
-    objects held by ``searcher``, the caller.
+    ``walk`` is that of the last count. Growth below ``min_bytes_per_step`` is ignored.
     """
-    walk = Walk(roots)
-    suspects = _container_suspects(counts, walk, min_bytes_per_step, searcher)
-    rate = graph_growth(counts)
-    tensor = longest_graph() if rate >= MIN_ITEMS_PER_STEP else None
-    if tensor is not None:
-        chain = walk.path(tensor) or [tensor]
-        suspects.append(_graph_suspect(chain, walk.name(chain[0]), rate, counts[-1].step))
-    largest = max((s.kb_per_step for s in suspects), default=0.0)
-    relevant = [s for s in suspects if s.kb_per_step >= 0.1 * largest]
+    step = counts[-1].step
+    suspects = []
+    for key, rate in growing_containers(counts, MIN_ITEMS_PER_STEP).items():
+        container = walk.get(key)
+        items = _newest(container)
+        bytes_per_step = rate * mean_size(items)
+        if bytes_per_step >= min_bytes_per_step / 2:
+            with_graph = any(tensor.grad_fn is not None for tensor in tensors_of(items))
+            kind: Kind = "graph" if with_graph else "container"
+            where, item_type = walk.describe(container), type(items[-1]).__name__
+            suspects.append(Suspect(kind, where, item_type, rate, bytes_per_step / 1024, step))
+    rate = _growth(counts, [count.graph_nodes for count in counts])
+    if rate >= MIN_ITEMS_PER_STEP:
+        tensor = max(walk.tensors(), key=graph_size)
+        items_text = f"operations (now {graph_size(tensor):,})"
+        kb_per_step = rate * GRAPH_NODE_BYTES / 1024
+        where = walk.describe(tensor)
+        suspects.append(Suspect("graph", where, items_text, rate, kb_per_step, step))
+    largest = max((suspect.kb_per_step for suspect in suspects), default=0.0)
+    relevant = [suspect for suspect in suspects if suspect.kb_per_step >= 0.1 * largest]
     return sorted(relevant, key=lambda suspect: -suspect.kb_per_step)[:MAX_SUSPECTS]
 
 
-def _container_suspects(
-    counts: Sequence[Census], walk: Walk, min_bytes_per_step: float, searcher: Any
-) -> list[Suspect]:
-    rates = growing_containers(counts, MIN_ITEMS_PER_STEP)
-    things = {key: walk.found[key][0] for key in rates if key in walk.found}
-    if len(things) < len(rates):
-        things |= {id(thing): thing for thing in gc.get_objects() if id(thing) in rates}
-    searcher_ids = {id(held) for held in vars(searcher).values()} | {
-        id(vars(searcher)),
-        id(walk.found),
-    }
-    sizes = {key: _item_size(thing) for key, thing in things.items() if key not in searcher_ids}
-    largest_first = sorted(
-        (key for key in sizes if rates[key] * sizes[key] >= min_bytes_per_step / 2),
-        key=lambda key: -rates[key] * sizes[key],
-    )
-    suspects = []
-    for key in largest_first[:MAX_SUSPECTS]:
-        chain = walk.path(things[key]) or [things[key]]
-        if not any(item is searcher for item in chain):
-            where = object_graph.describe(chain, walk.name(chain[0]))
-            kb_per_step = rates[key] * sizes[key] / 1024
-            suspects.append(_container_suspect(chain, where, rates[key], kb_per_step, counts))
-    return suspects
-
-
-def _container_suspect(
-    chain: Sequence[Any], where: str, rate: float, kb_per_step: float, counts: Sequence[Census]
-) -> Suspect:
-    container = chain[-1]
-    items = [value[1] if type(value) is tuple and is_a(container, dict) else value
-             for value in _newest(container)]  # fmt: skip
-    with_graph = any(tensor.grad_fn is not None for item in items for tensor in _tensors(item))
-    kind: Kind = "graph" if with_graph else "container"
-    item_type = type(items[-1]).__name__ if items else "items"
-    return Suspect(kind, where, item_type, rate, kb_per_step, counts[-1].step)
-
-
-def _graph_suspect(chain: Sequence[Any], root: str, rate: float, step: int) -> Suspect:
-    tensor = chain[-1]
-    node = tensor.grad_fn.name() if tensor.grad_fn is not None else "?"
-    operations = f"operations (now {graph_size(tensor):,}, the last of them {node})"
-    where = object_graph.describe(chain, root)
-    return Suspect("graph", where, operations, rate, rate, step)
-
-
-def _item_size(container: Any) -> float:
-    items = _newest(container)
-    return (
-        object_graph.deep_size(items, limit=400 * max(1, len(items))) / len(items) if items else 0.0
-    )
-
-
 def _newest(container: Any) -> list[Any]:
-    """Return the newest items of a container, or any items of an unordered one."""
-    values: Any = list(container.items()) if is_a(container, Mapping) else list(container)
-    return list(values[-MEASURED_ITEMS:])
-
-
-def _tensors(item: Any, depth: int = 2) -> list[Tensor]:
-    if is_a(item, Tensor):
-        return [item]
-    if depth and is_a(item, (list, tuple, dict)):
-        parts = list(item.values()) if is_a(item, dict) else item
-        return [tensor for part in parts[:20] for tensor in _tensors(part, depth - 1)]
-    return []
+    """Return the newest items of a container, or any items of a set."""
+    items = container.values() if is_a(container, dict) else container
+    return list(items)[-MEASURED_ITEMS:]

@@ -63,7 +63,6 @@ def usual_callbacks() -> list[Callback]:
         lo.AdaptiveClipping(),
         lo.GradientHealth(every_n_steps=2),
         lo.MemoryCleanup(every_n_steps=1),
-        lo.LeakDetector(action="raise", every_n_steps=1),
         lo.Accumulation(normalize="samples"),
         lo.CurvatureMonitor(every_n_steps=3, max_iterations=2, n_samples=2),
         lo.MicroBatching(size=2),
