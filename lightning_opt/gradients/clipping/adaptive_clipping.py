@@ -141,7 +141,7 @@ class AdaptiveClipping(GradientCallback):
         return Report(f"AdaptiveClipping({self.rule!r})", rows)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Drop references to the model and remove the rule's hooks."""
+        """Drop references to the model."""
         self.rule.detach()
         super().release(trainer)
 

@@ -58,7 +58,7 @@ class ClippingRule(ABC):
         """Inspect the model. Called before the first step."""
 
     def detach(self) -> None:
-        """Remove hooks from the model and drop references to it."""
+        """Drop references to the model."""
 
     @abstractmethod
     def clip(self, step: GradientStep, state: State) -> Clip:

@@ -23,7 +23,7 @@ from lightning_opt.core.numerics.norms import GradientStep, as_real, by_kind
 from lightning_opt.core.numerics.scalars import constant, move, stack_scalars, wide_dtype
 from lightning_opt.core.numerics.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
-from lightning_opt.gradients.gradient_callback import ForwardOrder, plain_name
+from lightning_opt.gradients.gradient_callback import plain_name
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -177,8 +177,8 @@ class UnitWise(ClippingRule):
             large batches of images.
         eps: Lower bound of weight norms. Without it a zero-initialised layer would stay at zero.
         exclude: Parameters that are not clipped. ``"final_linear"`` excludes the linear layer that
-            runs last in the first step, as in the paper. A list such as ``["head.*"]`` excludes
-            parameters whose names match a pattern. ``None`` excludes none.
+            the model registers last: the paper excludes the output layer. A list such as
+            ``["head.*"]`` excludes parameters whose names match a pattern. ``None`` excludes none.
 
     References:
         Brock, De, Smith and Simonyan (2021), *High-Performance Large-Scale Image Recognition
@@ -202,17 +202,19 @@ class UnitWise(ClippingRule):
                 f"got {exclude!r}. For one pattern write ['head.*']."
             )
         self.exclude = exclude
-        self._order, self._transposed = ForwardOrder(), set[Tensor]()
-        self._modules: dict[str, nn.Module] = {}
+        self._linear_layers, self._transposed = list[set[Tensor]](), set[Tensor]()
 
     def attach(self, module: nn.Module) -> None:
-        """Find transposed convolutions, and record the order in which linear layers run.
+        """Find the linear layers and the transposed convolutions.
 
         Raises:
             ValueError: If a pattern of ``exclude`` matches no parameter.
         """
-        self.detach()
-        self._transposed = {m.weight for m in module.modules() if isinstance(m, TRANSPOSED)}
+        modules = list(module.modules())
+        self._transposed = {part.weight for part in modules if isinstance(part, TRANSPOSED)}
+        self._linear_layers = [
+            set(part.parameters()) for part in modules if isinstance(part, nn.Linear)
+        ]
         if isinstance(self.exclude, list):
             names = [plain_name(name) for name, _ in module.named_parameters()]
             for pattern in self.exclude:
@@ -221,15 +223,10 @@ class UnitWise(ClippingRule):
                         f"UnitWise(exclude=...): no parameter name matches {pattern!r}. The first "
                         f"names are {names[:8]}."
                     )
-        elif self.exclude == "final_linear":
-            # Record only first runs: activation checkpointing reruns layers in another order.
-            self._order.watch(module, nn.Linear)
-            self._modules = dict(module.named_modules())
 
     def detach(self) -> None:
-        """Remove the hooks of :meth:`attach`."""
-        self._order.stop()
-        self._order, self._modules, self._transposed = ForwardOrder(), {}, set()
+        """Drop references to the model."""
+        self._linear_layers, self._transposed = [], set()
 
     @torch.no_grad()
     def clip(self, step: GradientStep, state: State) -> Clip:
@@ -258,7 +255,7 @@ class UnitWise(ClippingRule):
         weights = _combine_over_ranks(_unit_norms(values, dims), groups)
         gradient_norms = _combine_over_ranks(_unit_norms(wholes, dims, accumulate_dtype), groups)
 
-        device = gradients[0].device
+        device = finite.device if isinstance(finite, Tensor) else gradients[0].device
         norm, weight = (
             torch.cat([move(n, device).flatten() for n in norms])
             for norms in (gradient_norms, weights)
@@ -287,11 +284,10 @@ class UnitWise(ClippingRule):
                 for parameter in step.gradients.parameters
                 if any(fnmatchcase(step.names[parameter], pattern) for pattern in self.exclude)
             }
+        if self.exclude is None:
+            return set()
         trained = set(step.gradients.parameters)
-        layers = (
-            set[Tensor](self._modules[name].parameters()) for name in reversed(self._order.ran)
-        )
-        return next((layer for layer in layers if trained & layer), set())
+        return next((layer for layer in reversed(self._linear_layers) if trained & layer), set())
 
     def _unit(self, parameter: Tensor) -> tuple[tuple[int, ...], Groups]:
         """Return the dimensions that a unit spans, and the process groups that shard a unit."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,8 +62,7 @@ class Issue:
         place: The affected layer, or ``"all layers"``. With several layers, the worst one.
         detail: The measured values.
         badness: Compares issues of the same type. Larger is worse.
-        since: The step of the report that first found it.
-        others: The other affected layers, in forward order.
+        others: The other affected layers.
     """
 
     type: str
@@ -71,7 +70,6 @@ class Issue:
     place: str
     detail: str
     badness: float = 0.0
-    since: int = 0
     others: tuple[str, ...] = ()
 
     @property
@@ -91,11 +89,11 @@ class Evidence:
     """The measurements of one report for one optimizer.
 
     Attributes:
-        layers: The layers' statistics, in forward order.
+        layers: The layers' statistics, in the order in which the model registers them.
         totals: Step number and total norm of each step since the last report.
         overflows: Whether the non-finite norms are overflows of the loss scaler.
-        early: Median of the run's first norms; None before they are known.
-        typical: Median of the medians of earlier reports; None in the first report.
+        early: Median of the total norm in the first report; None in the first report.
+        typical: Median of these medians over all earlier reports; None in the first report.
         before: ``flow`` of each layer in the previous report.
     """
 
@@ -108,7 +106,7 @@ class Evidence:
 
     @cached_property
     def flows(self) -> dict[str, float]:
-        """The gradient RMS of each layer, in forward order.
+        """The gradient RMS of each layer, in the order of ``layers``.
 
         If at least three layers have a weight matrix, the others are omitted: gradients of
         normalisation layers (gains and biases) have another scale.
@@ -127,7 +125,7 @@ def diagnose(evidence: Evidence, exploding: float, vanishing: float) -> list[Iss
         *_find_nonfinite(evidence),
         *_find_exploding(evidence, exploding),
         *_find_vanishing(evidence, vanishing),
-        *_find_dead(evidence, vanishing),
+        *_find_dead(evidence),
         *_find_bottleneck(evidence),
         *_find_stale(evidence),
     ]
@@ -146,7 +144,7 @@ def _find_nonfinite(evidence: Evidence) -> list[Issue]:
     if not hit or len(hit) == len(layers):
         detail = f"every gradient was {kind.upper()} at {steps}, so the loss itself was not finite"
         return [Issue(kind, CRITICAL, "all layers", detail)]
-    # The backward pass runs in reverse order, so it reached the last of these layers first.
+    # The backward pass reaches the last of these layers first.
     place = hit[-1].name
     detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
     if len(hit) > 1:
@@ -165,17 +163,11 @@ def _find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
     if median <= limit and growth <= limit:
         return []
     worst = max(layers, key=lambda layer: layer.norm)
-    flows = list(evidence.flows.values())
-    amplified = max(flows) / flows[-1] if flows else 1.0
     detail = f"total norm {median:.3g}"
     if growth >= 2:
         detail += f", {growth:.3g} times what it was"
-    if amplified >= 100:
-        detail += f"; it grows {amplified:.3g}-fold from the loss to the inputs"
-    if median > limit:
-        critical = growth >= 10 or amplified >= 100 or median > 1000 * limit
-    else:
-        critical = growth > 100 * limit
+    large = median > limit and (growth >= 10 or median > 1000 * limit)
+    critical = large or growth > 100 * limit
     return [Issue("exploding", CRITICAL if critical else WARNING, worst.name, detail)]
 
 
@@ -199,45 +191,30 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
         if flow < limit and flow < 1e-3 * largest and flow <= 3 * evidence.before.get(name, flow)
     }
     strongest = max(flows, key=flows.__getitem__)
-    details = {
-        name: f"gradient RMS {flow:.2g}, {flow / largest:.2g} times that at {strongest}"
+    severity = CRITICAL if 4 * len(small) >= len(flows) else WARNING
+    return [
+        Issue(
+            "vanishing",
+            severity,
+            name,
+            f"gradient RMS {flow:.2g}, {flow / largest:.2g} times that at {strongest}",
+            largest / flow,
+        )
         for name, flow in small.items()
-    }
-    details |= {
-        layer.name: f"the gradient has underflowed to zero; at {after.name} it is still "
-        f"{after.flow:.2g}, {after.flow / largest:.2g} times that at {strongest}"
-        for layer, after in _dead_layers(evidence)
-        if after is not None and after.name in small
-    }
-    severity = CRITICAL if 4 * len(details) >= len(flows) else WARNING
-    return [
-        Issue("vanishing", severity, name, detail, largest / small.get(name, 1e-300))
-        for name, detail in details.items()
     ]
 
 
-def _find_dead(evidence: Evidence, vanishing: float) -> list[Issue]:
-    """Find layers whose gradients were all zero, except by underflow (see ``_find_vanishing``)."""
+def _find_dead(evidence: Evidence) -> list[Issue]:
+    dead = [
+        layer
+        for layer in evidence.layers
+        if any(parameter.count for parameter in layer.trained) and not layer.norm
+    ]
     detail = "every gradient was exactly zero at every step"
+    # The dead layer nearest to the loss blocks the gradient, so it is the worst.
     return [
-        # The dead layer nearest to the loss blocks the gradient, so it is the worst.
-        Issue("dead", CRITICAL, layer.name, detail, badness)
-        for badness, (layer, after) in enumerate(_dead_layers(evidence))
-        if after is None or not 0 < after.flow < vanishing
+        Issue("dead", CRITICAL, layer.name, detail, badness) for badness, layer in enumerate(dead)
     ]
-
-
-def _dead_layers(evidence: Evidence) -> list[tuple[LayerStats, LayerStats | None]]:
-    """Return each layer with zero gradients, and the next layer in order with a gradient."""
-    dead: list[tuple[LayerStats, LayerStats | None]] = []
-    after = None
-    for layer in reversed(evidence.layers):
-        if any(p.count for p in layer.trained):
-            if layer.norm:
-                after = layer
-            else:
-                dead.append((layer, after))
-    return dead[::-1]
 
 
 def _find_bottleneck(evidence: Evidence) -> list[Issue]:
@@ -275,20 +252,19 @@ class Persistence:
     def __init__(self) -> None:
         self._tracks: dict[str, dict[str, Any]] = {}
 
-    def update(self, findings: Sequence[Issue], step: int) -> None:
+    def update(self, findings: Sequence[Issue]) -> None:
         found = {self._key(finding): finding for finding in findings}
+        tracks = {
+            key: {**track, "missed": track["missed"] + 1}
+            for key, track in self._tracks.items()
+            if key not in found and _is_issue(track) and track["missed"] + 1 < REPORTS_TO_CLEAR
+        }
         for key, finding in found.items():
-            track = self._tracks.setdefault(key, {"seen": 0, "missed": 0, "since": step})
+            track = self._tracks.get(key, {"seen": 0, "issue": asdict(finding)})
             # NaN weights make every layer's gradient NaN, so only the first place is informative.
-            if key != "nonfinite" or not track["seen"]:
-                track |= asdict(finding) | {"since": track["since"]}
-            track["seen"] += 1
-            track["missed"] = 0
-        for key in [key for key in self._tracks if key not in found]:
-            track = self._tracks[key]
-            track["missed"] += 1
-            if track["missed"] >= REPORTS_TO_CLEAR or not _is_persistent(track):
-                del self._tracks[key]
+            issue = track["issue"] if key == "nonfinite" else asdict(finding)
+            tracks[key] = {"seen": track["seen"] + 1, "missed": 0, "issue": issue}
+        self._tracks = tracks
 
     def _key(self, finding: Issue) -> str:
         if finding.type in ("nan", "inf"):
@@ -297,30 +273,24 @@ class Persistence:
         lasting = finding.type in REPORTS_NEEDED
         return f"{finding.type}|{finding.place}" if lasting else finding.type
 
-    def issues(self, order: Mapping[str, int]) -> list[Issue]:
-        """Return one issue per type of lasting finding: critical ones first, then by type.
-
-        Args:
-            order: The position of each layer.
-        """
-        lasting = [track for track in self._tracks.values() if _is_persistent(track)]
+    def issues(self) -> list[Issue]:
+        """Return one issue per type, at its worst place: critical ones first, then by type."""
+        lasting = [Issue(**track["issue"]) for track in self._tracks.values() if _is_issue(track)]
         issues = []
-        for kind in sorted({track["type"] for track in lasting}, key=list(ADVICE).index):
-            tracks = [track for track in lasting if track["type"] == kind]
-            worst = max(tracks, key=lambda t: (t["severity"] == CRITICAL, t["badness"]))
-            others = {track["place"] for track in tracks if track is not worst}
-            since = min(track["since"] for track in tracks)
-            places = tuple(sorted(others, key=lambda place: order.get(place, len(order))))
-            own = {key: worst[key] for key in ("type", "severity", "place", "detail", "badness")}
-            issues.append(Issue(**own, since=since, others=places))
+        for kind in ADVICE:
+            alike = [issue for issue in lasting if issue.type == kind]
+            if alike:
+                worst = max(alike, key=lambda issue: (issue.severity == CRITICAL, issue.badness))
+                others = tuple(issue.place for issue in alike if issue is not worst)
+                issues.append(replace(worst, others=others))
         return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: dict(track) for key, track in self._tracks.items()}
+        return dict(self._tracks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._tracks = {key: dict(track) for key, track in state_dict.items()}
+        self._tracks = dict(state_dict)
 
 
-def _is_persistent(track: Mapping[str, Any]) -> bool:
-    return bool(track["seen"] >= REPORTS_NEEDED.get(track["type"], 1))
+def _is_issue(track: Mapping[str, Any]) -> bool:
+    return bool(track["seen"] >= REPORTS_NEEDED.get(track["issue"]["type"], 1))

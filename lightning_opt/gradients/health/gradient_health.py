@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,19 +13,9 @@ from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
-from lightning_opt.gradients.gradient_callback import (
-    ForwardOrder,
-    GradientCallback,
-    loss_scale,
-    plain_name,
-)
+from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
 from lightning_opt.gradients.health.diagnosis import CRITICAL, Issue
-from lightning_opt.gradients.health.layer_stats import (
-    ROOT,
-    LayerStats,
-    group_layers,
-    stats_without_optimizer,
-)
+from lightning_opt.gradients.health.layer_stats import LayerStats, group_layers
 from lightning_opt.gradients.health.measures import ActivationWatch
 from lightning_opt.gradients.health.optimizer_health import OptimizerHealth
 
@@ -50,42 +38,12 @@ class HealthSummary(NamedTuple):
         return f"{self.status}: {self.sentence}"
 
 
-def summarize(
-    issues: Sequence[Issue], steps: int, reports: int, nonfinite: int = 0
-) -> HealthSummary:
-    """Summarize ``issues`` in a status and one sentence. The worst issue must come first."""
-    if issues:
-        worst = issues[0]
-        status = "critical" if worst.severity == CRITICAL else "warning"
-        rest = f"; {len(issues) - 1} more" if len(issues) > 1 else ""
-        sentence = f"{worst.type} at {worst.where}: {worst.detail}{rest}"
-        return HealthSummary(status, sentence)
-    if nonfinite:
-        sentence = f"no issue now, but {nonfinite} of {steps} steps had gradients of NaN or Inf"
-        return HealthSummary("warning", sentence)
-    if not reports:
-        return HealthSummary("healthy", f"nothing was found yet; no report in {steps} steps")
-    return HealthSummary("healthy", f"no issue in {steps} steps")
-
-
 def layer_rows(layers: Sequence[LayerStats], issues: Sequence[Issue]) -> list[dict[str, Any]]:
-    """Return one row per layer, the worst first.
-
-    Layers with critical issues come first, then layers with other issues. The rest is sorted by the
-    distance between the logarithms of the layer's RMS and the median RMS, largest first.
-    """
-    flows = [layer.flow for layer in layers if layer.trained and layer.flow]
-    middle = math.log(statistics.median(flows)) if flows else 0.0
-
-    def rank(layer: LayerStats) -> tuple[int, int, int, float]:
-        own = [issue for issue in issues if layer.name in (issue.place, *issue.others)]
-        distance = abs(math.log(layer.flow) - middle) if layer.trained and layer.flow else 0.0
-        critical = sum(issue.severity == CRITICAL for issue in own)
-        named = sum(layer.name == issue.place for issue in own)
-        return (-critical, -len(own), -named, -distance)
-
+    """Return one row per layer. Layers with an issue come first, the worst issue's first."""
+    affected = [place for issue in issues for place in (issue.place, *issue.others)]
+    rank = {place: number for number, place in reversed(list(enumerate(affected)))}
     rows = []
-    for layer in sorted(layers, key=rank):
+    for layer in sorted(layers, key=lambda layer: rank.get(layer.name, len(affected))):
         state = ", ".join(i.type for i in issues if layer.name in (i.place, *i.others))
         rows.append(
             {
@@ -116,8 +74,8 @@ class GradientHealth(GradientCallback):
     ``nan``, ``inf``   gradients of a step were not finite; overflows that a loss scaler skips
                        are only counted, and become an issue after 20 in a row
     ``exploding``      median of the total norm above ``exploding``, or that many times its
-                       earlier level; critical if it grew tenfold, is 1,000 times
-                       ``exploding``, or grows 100-fold from the loss to the inputs
+                       earlier level; critical if it grew tenfold or is 1,000 times
+                       ``exploding``
     ``vanishing``      RMS of a layer below ``vanishing`` and a thousandth of the largest layer's
     ``dead``           all gradients of a layer exactly zero for three reports
     ``bottleneck``     RMS drops more than 100-fold from one layer to the next
@@ -178,18 +136,15 @@ class GradientHealth(GradientCallback):
         self.exploding = check_positive("exploding", exploding)
         self.vanishing = check_positive("vanishing", vanishing)
         self._schedule = Schedule(every_n_steps)
-        self._order = ForwardOrder()
         self._watch_activations, self._activations = activations, ActivationWatch()
         self._records: dict[int, OptimizerHealth] = {}
-        self._without_optimizer: list[LayerStats] = []
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Reset the history."""
-        self._records, self._without_optimizer = {}, []
+        self._records = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the hooks. The validation sanity check has run by now."""
-        self._order.watch(pl_module)
         if self._watch_activations and not self._activations.watch(pl_module):
             log.warning("GradientHealth(activations=True) cannot watch a compiled model.")
 
@@ -218,48 +173,42 @@ class GradientHealth(GradientCallback):
         self._activations.end_batch()
         due = [index for index, record in self._records.items() if record.pending is not None]
         if due:
-            scaled = loss_scale(trainer) is not None
-            self._order.stop()
-            extra = self._activations.take(scaled=scaled)
+            extra = self._activations.take(scaled=loss_scale(trainer) is not None)
             for index in due:
-                self._complete(trainer, pl_module, index, extra)
+                self._complete(trainer, index, extra)
                 prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
                 scalars = self._records[index].scalars()
                 log_scalars(trainer, {prefix + key: value for key, value in scalars.items()})
 
-    def _complete(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        index: int,
-        extra: tuple[Issue, ...] = (),
-    ) -> None:
-        held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
-        unheld = stats_without_optimizer(pl_module, held)
-        self._without_optimizer = group_layers(unheld, self._places())
+    def _complete(self, trainer: pl.Trainer, index: int, extra: tuple[Issue, ...] = ()) -> None:
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
+        held = set(parameters_of(trainer.optimizers[index]))
         parameters = {
-            self.names[parameter]: parameter
-            for parameter in parameters_of(trainer.optimizers[index])
-            if parameter in self.names
+            name: parameter for parameter, name in self.names.items() if parameter in held
         }
-        scaled = loss_scale(trainer) is not None
-        record.complete(parameters, self._places(), scaled=scaled, extra=extra)
+        record.complete(parameters, scaled=loss_scale(trainer) is not None, extra=extra)
         for issue in record.issues:
             if (issue.type, issue.severity) not in known and trainer.is_global_zero:
                 level = logging.WARNING if issue.severity == CRITICAL else logging.INFO
                 log.log(level, "GradientHealth, step %d: %s %s", record.steps, issue, issue.advice)
 
-    def _places(self) -> dict[str, int]:
-        return {plain_name(name) or ROOT: place for name, place in self._order.places().items()}
-
     def summary(self) -> HealthSummary:
         """Return the status at the last report (healthy, warning or critical) and a sentence."""
-        steps = max((record.steps for record in self._records.values()), default=0)
-        reports = sum(bool(record.reported_step) for record in self._records.values())
-        nonfinite = sum(record.nonfinite for record in self._records.values())
-        return summarize(self.issues, steps, reports, nonfinite)
+        records, issues = self._records.values(), self.issues
+        steps = max((record.steps for record in records), default=0)
+        nonfinite = sum(record.nonfinite for record in records)
+        if issues:
+            worst = issues[0]
+            rest = f"; {len(issues) - 1} more" if len(issues) > 1 else ""
+            sentence = f"{worst.type} at {worst.where}: {worst.detail}{rest}"
+            return HealthSummary(worst.severity, sentence)
+        if nonfinite:
+            sentence = f"no issue now, but {nonfinite} of {steps} steps had gradients of NaN or Inf"
+            return HealthSummary("warning", sentence)
+        if not any(record.reported_step for record in records):
+            return HealthSummary("healthy", f"nothing was found yet; no report in {steps} steps")
+        return HealthSummary("healthy", f"no issue in {steps} steps")
 
     @property
     def issues(self) -> list[Issue]:
@@ -269,12 +218,9 @@ class GradientHealth(GradientCallback):
 
     @property
     def layers(self) -> list[LayerStats]:
-        """The measurements of each layer at the last report, in forward order."""
-        parts = [*(record.layers for record in self._records.values()), self._without_optimizer]
-        return group_layers(
-            (own for layers in parts for layer in layers for own in layer.parameters),
-            self._places(),
-        )
+        """The measurements of each layer at the last report, in the order of registration."""
+        layers = [layer for record in self._records.values() for layer in record.layers]
+        return group_layers(own for layer in layers for own in layer.parameters)
 
     def diagnose(self) -> list[Verdict]:
         """Return the worst issue, for the doctor."""
@@ -317,13 +263,13 @@ class GradientHealth(GradientCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Diagnose the steps since the last report."""
-        self._finish(trainer, pl_module)
+        self._finish(trainer)
 
-    def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _finish(self, trainer: pl.Trainer) -> None:
         for index, record in self._records.items():
             record.release()  # a pending report would need a collective
             if record.has_unreported_nonfinite() or (record.steps and not record.reported_step):
-                self._complete(trainer, pl_module, index)
+                self._complete(trainer, index)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -331,7 +277,7 @@ class GradientHealth(GradientCallback):
         """Diagnose the last steps, which may explain the exception, and release the model."""
         try:
             if self.names:
-                self._finish(trainer, pl_module)
+                self._finish(trainer)
         except RuntimeError as error:  # reading a failed device raises
             log.debug("GradientHealth could not read the last steps: %s", error)
         finally:
@@ -340,7 +286,6 @@ class GradientHealth(GradientCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Remove the hooks and drop references to the model."""
         super().release(trainer)
-        self._order.stop()
         self._activations.stop()
         for record in self._records.values():
             record.release()

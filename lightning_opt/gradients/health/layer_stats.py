@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_opt.core.numerics.norms import as_real
-from lightning_opt.gradients.gradient_callback import plain_name
 
 TRAINED, FROZEN, NO_GRADIENT = "trained", "frozen", "no gradient"
 
@@ -32,7 +31,7 @@ class ParameterStats:
         name: Its name in the model.
         numel: Elements of the whole tensor.
         matrix: Whether it has at least two dimensions, as weights do. Biases have one.
-        status: ``"trained"``, ``"frozen"``, ``"no gradient"`` or ``"in no optimizer"``.
+        status: ``"trained"``, ``"frozen"`` or ``"no gradient"``.
         count: Steps with a finite gradient.
         mean, variance: Mean and variance of the gradient's L2 norm over steps with a finite norm.
         nan, inf: Number of steps whose norm was NaN, and infinite.
@@ -60,8 +59,8 @@ class ParameterStats:
     weight: float | None = None
 
     @classmethod
-    def of(cls, name: str, parameter: Tensor, status: str = TRAINED) -> ParameterStats:
-        return cls(name, as_real(parameter.detach()).numel(), parameter.ndim >= 2, status)
+    def of(cls, name: str, parameter: Tensor) -> ParameterStats:
+        return cls(name, as_real(parameter.detach()).numel(), parameter.ndim >= 2)
 
     @property
     def square(self) -> float:
@@ -144,24 +143,13 @@ class LayerStats:
         return math.hypot(*(update * w for update, w in known)) / weight if weight else None
 
 
-def group_layers(
-    parameters: Iterable[ParameterStats], order: Mapping[str, int]
-) -> list[LayerStats]:
-    """Group parameters by module, in forward order. Modules that are not in ``order`` come last."""
+def group_layers(parameters: Iterable[ParameterStats]) -> list[LayerStats]:
+    """Group parameters by module, in the order of each module's first parameter."""
     layers: dict[str, LayerStats] = {}
     for parameter in parameters:
         name = parameter.name.rpartition(".")[0] or ROOT
         layers.setdefault(name, LayerStats(name)).parameters.append(parameter)
-    return sorted(layers.values(), key=lambda layer: order.get(layer.name, len(order)))
-
-
-def stats_without_optimizer(module: nn.Module, held: Collection[Tensor]) -> list[ParameterStats]:
-    """Return the stats of the parameters that no optimizer holds."""
-    return [
-        ParameterStats.of(plain_name(name), own, "in no optimizer" if own.requires_grad else FROZEN)
-        for name, own in module.named_parameters()
-        if own not in held
-    ]
+    return list(layers.values())
 
 
 def stats_of_norms(
@@ -213,7 +201,7 @@ def add_gradients(
         if name not in stats:
             continue
         found = stats[name]
-        norm, largest, nan, inf, nonzero, numel, present = column.tolist()
+        norm, largest, nonzero, numel, present = column.tolist()
         found.numel = int(numel)  # summed over shards
         if not present:
             # No rank has a gradient of this sharded parameter, so its recorded norms are zeros.
@@ -223,11 +211,6 @@ def add_gradients(
         found.zeros = 1.0 - nonzero / numel if numel else None
         if not found.mean and largest:
             found.mean = largest  # the squares underflowed in float32
-        if math.isinf(norm) and not inf and not nan:
-            found.inf -= 1  # the squares overflowed, but no element is infinite
-            found.count, found.mean = max(found.count, 1), max(found.mean, largest)
-            if not found.inf and not found.nan:
-                found.first = 0
 
 
 def add_updates(

@@ -8,10 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import (
     Groups,
     combine_shards,
-    is_dtensor,
     local_part,
     reads_are_free,
 )
@@ -91,23 +89,21 @@ def measure_gradients(step: GradientStep) -> Tensor:
 
     Returns:
         A table on the device with one column per gradient: norm; largest finite magnitude (without
-        the loss scale); number of ranks with a NaN, and with an Inf; non-zero elements; elements;
-        and number of ranks with a gradient.
+        the loss scale); non-zero elements; elements; and number of ranks with a gradient.
     """
     gradients = step.gradients
     if not gradients.tensors:
-        return torch.zeros(7, 0)
+        return torch.zeros(5, 0)
     tensors = gradients.summed()
     device, wide = tensors[0].device, wide_dtype(tensors[0].device)
     largest = torch.stack([largest_magnitude(t).to(device, wide) for t in tensors])
-    nan, inf = largest.isnan(), largest.isinf()
-    largest = torch.where(nan | inf, 0.0, largest) / step.grad_scale
+    largest = largest.nan_to_num_(0.0, 0.0) / step.grad_scale
     # A shard without a gradient is an empty tensor, so count the parameter's elements.
     numels = [float(as_real(local_part(p.detach())).numel()) for p in gradients.parameters]
     present = [float(parameter.grad is not None) for parameter in gradients.parameters]
     nonzero = torch.stack([torch.count_nonzero(tensor).to(device) for tensor in tensors])
     counts = torch.tensor([numels, present], dtype=wide, device=device)
-    sums = torch.cat([torch.stack([nan, inf, nonzero]).to(wide), counts])
+    sums = torch.cat([nonzero[None].to(wide), counts])
     if gradients.groups:
         sums = combine_shards(sums, gradients.groups)
         largest = combine_shards(largest, gradients.groups, torch.distributed.ReduceOp.MAX)
@@ -181,18 +177,15 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
 class ActivationWatch:
     """Finds the first output of a leaf module that is not finite.
 
-    Each module output, and each input that is not the output of another module, costs one
-    reduction. Only :meth:`take` reads results. Compiled models are not watched. Functional calls
-    cannot be watched.
+    Each module output costs one reduction. Only :meth:`take` reads results. Compiled models are not
+    watched. Functional calls cannot be watched.
     """
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._active = False
-        self._reduced: dict[int, ref[Tensor]] = {}  # tensors of this batch
-        self._calls: list[tuple[str, Tensor, Tensor]] = []
+        self._outputs: list[tuple[str, Tensor]] = []  # name and magnitude, of this batch
         self._batches: list[tuple[int, int, tuple[str, ...], Tensor]] = []
-        self._cause: Issue | None = None  # the first issue of consecutive bad reports
         self._batch = (0, 0)
 
     def watch(self, model: nn.Module) -> bool:
@@ -202,7 +195,7 @@ class ActivationWatch:
             return False
         for name, module in model.named_modules():
             if name and next(module.children(), None) is None:
-                self._handles.append(module.register_forward_hook(self._hook(name)))
+                self._handles.append(module.register_forward_hook(partial(self._measure, name)))
         return bool(self._handles)
 
     def stop(self) -> None:
@@ -214,72 +207,44 @@ class ActivationWatch:
     def start_batch(self, epoch: int, batch: int) -> None:
         self._active, self._batch = True, (epoch, batch)
 
-    def _hook(self, name: str) -> Any:
-        @torch.no_grad()
-        def reduce_activations(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not self._active:
-                return
-            given = [self._reduce(tensor) for tensor in _floats(inputs) if self._is_new(tensor)]
-            for tensor in _floats(output):
-                largest = self._reduce(tensor)
-                total = torch.stack(given).sum() if given else torch.zeros_like(largest)
-                self._calls.append((name, total, largest))
-
-        return reduce_activations
-
-    def _is_new(self, tensor: Tensor) -> bool:
-        known = self._reduced.get(id(tensor))
-        return known is None or known() is not tensor
-
-    def _reduce(self, tensor: Tensor) -> Tensor:
-        self._reduced[id(tensor)] = ref(tensor)
-        # Each rank checks its own part of a DTensor.
-        local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        return largest_magnitude(local.detach()).to(wide_dtype(tensor.device))
+    @torch.no_grad()
+    def _measure(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_of(output) if self._active else ():
+            if tensor.is_floating_point():
+                # Each rank checks its own part of a DTensor.
+                largest = largest_magnitude(local_part(tensor.detach()))
+                self._outputs.append((name, largest.to(wide_dtype(tensor.device))))
 
     def end_batch(self) -> None:
         """Deactivate the hooks, and locate the batch's first bad output on the device."""
-        self._active, self._reduced = False, {}
-        if not self._calls:
+        self._active = False
+        if not self._outputs:
             return
-        names, inputs, outputs = zip(*self._calls, strict=True)
-        self._calls = []
-        values = torch.stack([torch.stack(inputs), torch.stack(outputs)])
-        bad = values[1].isfinite().logical_not()
-        first = bad.to(torch.int8).argmax()
-        given, made = values.index_select(1, first[None]).unbind()  # `[:, first]` would read it
-        found = torch.cat([bad.any()[None], first[None], made.isnan(), given.isfinite()])
+        names, magnitudes = zip(*self._outputs, strict=True)
+        self._outputs = []
+        values = torch.stack(magnitudes)
+        bad = values.isfinite().logical_not()
+        first = bad.to(torch.int8).argmax()[None]
+        is_nan = values.index_select(0, first).isnan()  # `values[first]` would read it
+        found = torch.cat([bad.any()[None], first, is_nan])
         last = self._batches[-1][2] if self._batches else None
         self._batches.append((*self._batch, last if last == names else names, found))
 
     def take(self, *, scaled: bool) -> tuple[Issue, ...]:
-        """Return the findings since the last call. Waits for the device.
+        """Return the first bad output since the last call, if any. Waits for the device.
 
         Args:
             scaled: Whether a loss scaler skips bad steps. They are then not critical.
         """
-        first = None
-        rows = read_together([found for *_, found in self._batches])
-        for (epoch, index, names, _), row in zip(self._batches, rows, strict=True):
-            bad, place, nan, finite_inputs = map(int, row)
+        batches, self._batches = self._batches, []
+        rows = read_together([found for *_, found in batches])
+        for (epoch, index, names, _), row in zip(batches, rows, strict=True):
+            bad, place, is_nan = map(int, row)
             if bad:
-                kind = "nan" if nan else "inf"
-                detail = f"the first {kind.upper()} came out of this module"
-                if not finite_inputs:
-                    detail = (
-                        f"the first {kind.upper()} reached this module as its input: it was made "
-                        "before it, in code between modules or in the batch itself"
-                    )
-                detail += f", at epoch {epoch}, batch {index}"
-                first = Issue(kind, CRITICAL, names[place], detail)
-                break
-        # NaN weights make every output NaN, so the first of consecutive bad reports is kept.
-        self._cause = (self._cause or first) if first else None
-        self._batches = []
-        if self._cause is None:
-            return ()
-        return (replace(self._cause, severity=WARNING if scaled else CRITICAL),)
-
-
-def _floats(values: Any) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors_of(values) if tensor.is_floating_point())
+                kind = "nan" if is_nan else "inf"
+                detail = (
+                    f"the first {kind.upper()} came out of this module, or entered it from code "
+                    f"between modules, at epoch {epoch}, batch {index}"
+                )
+                return (Issue(kind, WARNING if scaled else CRITICAL, names[place], detail),)
+        return ()

@@ -42,16 +42,12 @@ LONGEST_WINDOW = 1024
 TIMELINE = 128
 """Maximum number of reports in the timeline. Beyond it, every second one is dropped."""
 
-EARLY = 10
-"""Number of first steps whose norms describe the start of the run."""
-
 COUNTS = ("steps", "reported_step", "nonfinite", "overflows")
 
 
 class PendingReport(NamedTuple):
     """The device measurements that a report takes before the update of its step."""
 
-    step: int
     names: list[str]
     table: Tensor
     probe: UpdateProbe
@@ -69,10 +65,10 @@ class OptimizerHealth:
         nonfinite: Steps with NaN or infinite gradients, except ``overflows``.
         overflows: Steps with non-finite gradients that the loss scaler caused and skipped.
         pending: The report that :meth:`complete` must finish; None if no report is due.
-        layers: Stats of the last report, in forward order.
+        layers: Stats of the last report.
         issues: Issues of the last report.
-        timeline: One entry per report: the step, minimum, median and maximum of the total norm,
-            and the gradient RMS by layer.
+        timeline: One entry per report: the step, median and maximum of the total norm, and the
+            gradient RMS by layer.
     """
 
     def __init__(self, exploding: float, vanishing: float) -> None:
@@ -81,7 +77,6 @@ class OptimizerHealth:
         self._first = 1  # first step of the window
         self.pending: PendingReport | None = None
         self._persistence = Persistence()
-        self._early: list[float] = []
         self._streak = 0  # consecutive non-finite steps
         self.steps = self.reported_step = 0
         self.nonfinite = self.overflows = 0
@@ -103,22 +98,20 @@ class OptimizerHealth:
         table = measure_gradients(step)
         probe = UpdateProbe(gradients.parameters, gradients.groups)
         names = [step.names[parameter] for parameter in gradients.parameters]
-        self.pending = PendingReport(self.steps, names, table, probe)
+        self.pending = PendingReport(names, table, probe)
 
     def complete(
         self,
         parameters: Mapping[str, Tensor],
-        order: Mapping[str, int],
         *,
         scaled: bool,
         extra: tuple[Issue, ...] = (),
     ) -> None:
         """Read the measurements since the last report, and diagnose them.
 
-        All ranks must call this if a report is pending. ``order`` maps each module to its position
-        in the forward pass. ``extra`` holds findings in activations.
+        All ranks must call this if a report is pending. ``extra`` holds findings in activations.
         """
-        totals = self._read(parameters, order)
+        totals = self._read(parameters)
         self._window, self._first = NormWindow(), self.steps + 1
         self._count_nonfinite(totals, scaled)
         medians = [entry["median"] for entry in self.timeline]
@@ -127,19 +120,17 @@ class OptimizerHealth:
             layers=self.layers,
             totals=totals,
             overflows=bad and scaled and self._streak < OVERFLOW_STREAK,
-            early=statistics.median(self._early) if len(self._early) >= EARLY else None,
+            early=medians[0] if medians else None,
             typical=statistics.median(medians) if medians else None,
             before=self.timeline[-1]["flow"] if self.timeline else {},
         )
         findings = [*diagnose(evidence, self._exploding, self._vanishing), *extra]
-        self._persistence.update(findings, self.steps)
-        self.issues = self._persistence.issues(order)
+        self._persistence.update(findings)
+        self.issues = self._persistence.issues()
         self._extend_timeline(evidence.finite())
         self.reported_step = self.steps
 
-    def _read(
-        self, parameters: Mapping[str, Tensor], order: Mapping[str, int]
-    ) -> list[tuple[int, float]]:
+    def _read(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, float]]:
         """Read all measurements at once, set ``layers``, and return steps with total norms."""
         pending, self.pending = self.pending, None
         blocks = self._window.blocks()
@@ -147,27 +138,19 @@ class OptimizerHealth:
         read = read_together([*extra, *(rows for _, rows in blocks)])
         on_host = zip((names for names, _ in blocks), read[len(extra) :], strict=True)
         stats, norms = stats_of_norms(parameters, list(on_host), self._first)
-        totals = list(enumerate(norms, self._first))
         if pending is not None:
             table, squares = read[:2]
             add_gradients(stats, pending.names, table)
             add_updates(stats, pending.names, squares)
-            _, largest, nan, inf = table[:4]
-            place = pending.step - self._first  # another step may follow in the same batch
-            if math.isinf(norms[place]) and not (nan.any() or inf.any()):
-                # Squares overflowed, but no element is infinite. This is a lower bound of the norm.
-                totals[place] = (pending.step, math.hypot(*largest.tolist()))
         for name, parameter in parameters.items():
             stats[name].status = _status(stats[name], parameter, measured=pending is not None)
-        self.layers = group_layers(stats.values(), order)
-        return totals
+        self.layers = group_layers(stats.values())
+        return list(enumerate(norms, self._first))
 
     def _count_nonfinite(self, totals: list[tuple[int, float]], scaled: bool) -> None:
         for _, total in totals:
             if math.isfinite(total):
                 self._streak = 0
-                if len(self._early) < EARLY:
-                    self._early.append(total)
                 continue
             self._streak += 1
             if scaled and self._streak < OVERFLOW_STREAK:
@@ -180,7 +163,6 @@ class OptimizerHealth:
             self.timeline.append(
                 {
                     "step": self.steps,
-                    "low": min(finite),
                     "median": statistics.median(finite),
                     "high": max(finite),
                     "flow": {layer.name: layer.flow for layer in self.layers if layer.trained},
@@ -232,7 +214,6 @@ class OptimizerHealth:
             **{name: getattr(self, name) for name in COUNTS},
             "first": self._first,
             "streak": self._streak,
-            "early": list(self._early),
             "timeline": [dict(entry) for entry in self.timeline],
             "window": window,
             "persistence": self._persistence.state_dict(),
@@ -241,11 +222,11 @@ class OptimizerHealth:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in COUNTS:
             setattr(self, name, state[name])
-        self._first, self._streak, self._early = state["first"], state["streak"], [*state["early"]]
+        self._first, self._streak = state["first"], state["streak"]
         self.timeline = [dict(entry) for entry in state["timeline"]]
         self._window.restore(state["window"])
         self._persistence.load_state_dict(state["persistence"])
-        self.issues = self._persistence.issues({})
+        self.issues = self._persistence.issues()
 
 
 def _status(stats: ParameterStats, parameter: Tensor, measured: bool) -> str:
