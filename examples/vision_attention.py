@@ -199,10 +199,9 @@ def train(
 ) -> tuple[VisionBDH, Record, list[L.Callback]]:
     """Train for a number of optimizer steps; return the model, the losses and the callbacks."""
     model, record, callbacks = variant.model(seed), Record(), variant.callbacks()
-    if deterministic:
-        callbacks.insert(0, lo.Runtime(deterministic=True))
     trainer = quiet_trainer(
         [*callbacks, record],
+        deterministic=deterministic,
         max_steps=steps,
         max_epochs=-1,
         accumulate_grad_batches=variant.accumulate,
@@ -267,10 +266,13 @@ def train_and_keep(
         raise SystemExit(f"There is no {last} to resume from: run without --resume first.")
     variant = variants(backend)[-1]
     model, callbacks = variant.model(seed), variant.callbacks()
-    if deterministic:
-        callbacks.insert(0, lo.Runtime(deterministic=True))
     kept = ModelCheckpoint(folder, save_last=True, save_top_k=0, enable_version_counter=False)
-    trainer = quiet_trainer([*callbacks, kept], max_epochs=epochs, enable_checkpointing=True)
+    trainer = quiet_trainer(
+        [*callbacks, kept],
+        deterministic=deterministic,
+        max_epochs=epochs,
+        enable_checkpointing=True,
+    )
     training, test = digits()
     trainer.fit(model, batches(training, BATCH), ckpt_path=last if resume else None)
     print(f"epoch {trainer.current_epoch}: accuracy {accuracy(model, test):.1%} on the test images")

@@ -28,7 +28,7 @@ FEATURES = {
     "DevicePrefetcher": lambda: {"callbacks": [lo.DevicePrefetcher()]},
     "DynamicLossScale": lambda: {"plugins": [lo.DynamicLossScale(256.0)]},
     "FusedOptimizer": lambda: {"callbacks": [lo.FusedOptimizer()]},
-    "Runtime": lambda: {"callbacks": [lo.Runtime(deterministic=True, threads=1)]},
+    "Runtime": lambda: {"callbacks": [lo.Runtime(threads=1)]},
 }
 HOOKS = (
     "configure_gradient_clipping",
