@@ -29,17 +29,14 @@ GROUP_SIZE = 128
 """Selected values that share one scale when they are sent as int8."""
 
 
-def split(numel: int, size: int) -> list[slice]:
-    """Return slices of ``size`` elements; one empty slice for no elements."""
-    return [
-        slice(start, min(start + size, numel)) for start in range(0, max(numel, 1), max(size, 1))
-    ]
-
-
 def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
-    """Return slices that fit a CPU's cache; on an accelerator, one slice."""
+    """Return slices that fit a CPU's cache, at least one; on an accelerator, one slice."""
+    if not reads_are_free(flat.device):
+        return [slice(0, len(flat))]
     size = max(CHUNK_SIZE // multiple, 1) * multiple
-    return split(len(flat), size if reads_are_free(flat.device) else len(flat))
+    return [
+        slice(start, min(start + size, len(flat))) for start in range(0, max(len(flat), 1), size)
+    ]
 
 
 def is_finite(values: Tensor) -> Tensor:

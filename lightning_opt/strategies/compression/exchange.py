@@ -15,8 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -30,19 +29,12 @@ from lightning_opt.strategies.packing import (
     any_flag,
     is_finite,
     read_count,
-    split,
     write_count,
     write_flag,
 )
 
 # The name from torch 2.13 on, which warns about the older one.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-PIECE_SIZE = 2_097_152
-"""Elements per message on a CPU: while one piece is in flight, the next is encoded."""
-
-MIN_PIECE_SIZE = 262_144
-"""Minimum elements of a shard's piece, because more ranks mean smaller messages."""
 
 
 def all_reduce_mean(gradient: Tensor, dtype: torch.dtype | None = None) -> Future[Tensor]:
@@ -107,7 +99,6 @@ class Exchange(ABC):
         self.residual = residual
         self.non_finite = torch.zeros((), dtype=torch.bool, device=residual.committed.device)
         self._world = dist.get_world_size()
-        self._messages: list[Tensor] = []  # of this rank
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step. On a device, nothing is read to the host.
@@ -121,10 +112,8 @@ class Exchange(ABC):
         Returns:
             A future of ``gradient``.
         """
-        # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
-        bad = is_finite(self.residual.pending).logical_not()
         self.non_finite.zero_()
-        return self._launch(gradient, scale, bad)
+        return self._launch(gradient, scale, is_finite(self.residual.pending).logical_not())
 
     @abstractmethod
     def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
@@ -138,15 +127,18 @@ class Exchange(ABC):
         """Add all residuals that the exchange keeps elsewhere to ``residual.committed``."""
 
     @property
+    @abstractmethod
     def selected(self) -> int:
-        return sum(map(read_count, self._messages))
+        """Number of elements in the latest message."""
+
+    @property
+    def bound(self) -> Scalar | None:
+        """The threshold that the codec has learned, if it learns one."""
+        return None
 
 
 class GatherExchange(Exchange):
     """Sends every rank's message to every rank.
-
-    On a CPU, quantized buckets travel in pieces, each with its own all-gather, so that the next
-    piece is encoded while one is in flight. The result has the same bits as one message.
 
     Args:
         compressor: Compresses the bucket.
@@ -158,112 +150,33 @@ class GatherExchange(Exchange):
         self, compressor: Compressor, residual: Residual, bound: float | None = None
     ) -> None:
         super().__init__(residual)
-        numel, device = residual.committed.numel(), residual.committed.device
-        self._pieces: list[tuple[slice, Codec, Tensor]] = []
-        for part in split(numel, piece_size(compressor, numel, device)):
-            codec = compressor.codec(part.stop - part.start, device)
-            codec.bound = bound
-            gathered = codec.message.new_empty(self._world * codec.nbytes)
-            self._pieces.append((part, codec, gathered))
-            self._messages.append(codec.message)
-        self.sent_bytes = (self._world - 1) * sum(map(len, self._messages))
+        committed = residual.committed
+        self._codec = compressor.codec(len(committed), committed.device)
+        self._codec.bound = bound
+        self._gathered = self._codec.message.repeat(self._world, 1)
+        self.sent_bytes = (self._world - 1) * self._codec.nbytes
 
     def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
-        futures: list[Future[Tensor]] = []
-        for part, codec, gathered in self._pieces:
-            encode(codec, self.residual.pending[part], bad)
-            work = all_gather(gathered, codec.message, async_op=True)
-            finish = partial(self._finish, codec, gathered, gradient[part], scale)
-            futures.append(work.get_future().then(finish))
-        if len(futures) == 1:
-            return futures[0]
+        codec, gathered = self._codec, self._gathered
+        encode(codec, self.residual.pending, bad)
+        work = all_gather(gathered.view(-1), codec.message, async_op=True)
 
-        def finish_all(future: Future[list[Future[Tensor]]]) -> Tensor:
-            for one in future.value():
-                one.value()  # raises its error, such as a lost rank
+        def finish(future: Future[list[Tensor]]) -> Tensor:
+            future.value()  # raises its error, such as a lost rank
+            self.non_finite.logical_or_(any_flag(gathered))
+            add_messages(codec, gathered, clear(gradient, self.non_finite), scale / self._world)
             return gradient
 
-        return torch.futures.collect_all(futures).then(finish_all)
-
-    def _finish(
-        self,
-        codec: Codec,
-        gathered: Tensor,
-        out: Tensor,
-        scale: Scalar,
-        future: Future[list[Tensor]],
-    ) -> Tensor:
-        future.value()  # raises its error, such as a lost rank
-        messages = gathered.view(self._world, -1)
-        self.non_finite.logical_or_(any_flag(messages))
-        add_messages(codec, messages, clear(out, self.non_finite), scale / self._world)
-        return out
+        future: Future[Tensor] = work.get_future().then(finish)
+        return future
 
     @property
     def bound(self) -> Scalar | None:
-        return self._pieces[0][1].bound
+        return self._codec.bound
 
-
-class Piece:
-    """A piece of every shard of a bucket; pieces are exchanged one after the other.
-
-    Args:
-        compressor: Compresses the messages of both stages.
-        slices: The piece's slice of each rank's shard, as slices of the bucket.
-        group: See :class:`TwoStageExchange`.
-        like: A tensor with the residual's dtype and device.
-
-    Attributes:
-        own_slice: The slice of this rank's shard.
-        sent: The messages to the ranks, as rows.
-        mean_residual: The residual of the mean of this rank's slice.
-    """
-
-    def __init__(
-        self, compressor: Quantize, slices: list[slice], group: dist.ProcessGroup, like: Tensor
-    ) -> None:
-        self.own_slice = slices[dist.get_rank(group)]
-        self._slices = slices
-        self._group = group
-        self._codec = compressor.codec(slices[0].stop - slices[0].start, like.device)
-        self.sent = self._codec.message.repeat(len(slices), 1)
-        self._received = torch.empty_like(self.sent)
-        self._mean_message = torch.zeros_like(self.sent[0])
-        self.mean_residual = Residual(torch.zeros_like(like[self.own_slice]))
-        self._gathered = torch.empty_like(self.sent)
-
-    def scatter(self, pending: Tensor, bad: Tensor) -> Any:
-        """Encode this rank's messages, and launch the first stage."""
-        codec = self._codec
-        for codec.message, part in zip(self.sent, self._slices, strict=True):
-            encode(codec, pending[part], bad)
-        self._scattering = dist.all_to_all_single(
-            self._received, self.sent, group=self._group, async_op=True
-        )
-        return self._scattering
-
-    def gather(self, non_finite: Tensor) -> None:
-        """Wait for the first stage, encode the mean of this rank's shard, launch the second stage.
-
-        Args:
-            non_finite: Set to true if any rank's gradient was not finite. All ranks receive that
-                here, because a rank flags all its messages.
-        """
-        self._scattering.wait()
-        non_finite.logical_or_(any_flag(self._received))
-        mean = self.mean_residual.pending.copy_(self.mean_residual.committed)
-        add_messages(self._codec, self._received, mean, 1.0 / len(self._slices))
-        self._codec.message = self._mean_message
-        self._codec.compress(mean)
-        self._gathering = all_gather(
-            self._gathered.view(-1), self._mean_message, group=self._group, async_op=True
-        )
-
-    def decode(self, gradient: Tensor, scale: Scalar, non_finite: Tensor) -> None:
-        """Wait for the second stage, and overwrite the gradient with ``scale`` times the means."""
-        self._gathering.wait()
-        for part, message in zip(self._slices, self._gathered, strict=True):
-            self._codec.decompress_add(message, clear(gradient[part], non_finite), scale)
+    @property
+    def selected(self) -> int:
+        return read_count(self._codec.message)
 
 
 class TwoStageExchange(Exchange):
@@ -272,15 +185,12 @@ class TwoStageExchange(Exchange):
     Both stages have error feedback: each rank keeps the residual of its gradient, and of the mean
     of its shard.
 
-    On a CPU, shards travel in pieces, and while one is in flight others are encoded. The result has
-    the same bits as whole shards.
-
     Args:
         compressor: Compresses the messages of both stages.
         residual: See :class:`Exchange`.
-        group: A process group that nothing else uses: the stages of all buckets must be launched in
-            the same order on all ranks.
-        worker: One thread, the same for all buckets, which runs the exchanges in order.
+        group: A process group that nothing else uses: the second stages of all buckets must be
+            launched in the same order on all ranks.
+        worker: One thread, the same for all buckets, which runs the second stages in order.
     """
 
     def __init__(
@@ -291,76 +201,80 @@ class TwoStageExchange(Exchange):
         worker: ThreadPoolExecutor,
     ) -> None:
         super().__init__(residual)
-        self._worker = worker
-        numel = residual.committed.numel()
+        self._group, self._worker = group, worker
+        committed, world = residual.committed, self._world
         # Shards end at the end of a block; the last shards of a small bucket may be empty.
-        size = -(-numel // (self._world * compressor.block)) * compressor.block
-        step = piece_size(compressor, size, residual.committed.device, self._world)
-        self._pieces = []
-        for part in split(size, step):
-            slices = [
-                slice(min(start + part.start, numel), min(start + part.stop, numel))
-                for start in range(0, self._world * max(size, 1), max(size, 1))
-            ]
-            self._pieces.append(Piece(compressor, slices, group, residual.committed))
-            self._messages += self._pieces[-1].sent
-        message_bytes = sum(len(piece.sent[0]) for piece in self._pieces)
-        self.sent_bytes = 2 * (self._world - 1) * message_bytes
+        size = -(-len(committed) // (world * compressor.block)) * compressor.block
+        ends = [min(rank * size, len(committed)) for rank in range(world + 1)]
+        self._shards = [slice(start, end) for start, end in pairwise(ends)]
+        self._codec = compressor.codec(size, committed.device)
+        self._sent = self._codec.message.repeat(world, 1)
+        self._received = torch.empty_like(self._sent)
+        self._own_shard = self._shards[dist.get_rank(group)]
+        self._mean_residual = Residual(torch.zeros_like(committed[self._own_shard]))
+        self._mean_message = torch.zeros_like(self._sent[0])
+        self._gathered = torch.empty_like(self._sent)
+        self.sent_bytes = 2 * (world - 1) * self._codec.nbytes
 
     def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
-        if not reads_are_free(gradient.device):
-            return self._enqueue(gradient, scale, bad)
-        future: Future[Tensor] = Future()
+        codec, on_cpu = self._codec, reads_are_free(gradient.device)
+        for codec.message, shard in zip(self._sent, self._shards, strict=True):
+            encode(codec, self.residual.pending[shard], bad)
+        # On a CPU the worker may be using the other group, and gloo needs one order of calls.
+        work = dist.all_to_all_single(
+            self._received, self._sent, group=None if on_cpu else self._group, async_op=True
+        )
+
+        def finish(first_stage: Future[list[Tensor]]) -> Tensor:
+            first_stage.value()  # raises its error
+            return self._finish(gradient, scale)
+
+        future: Future[Tensor]
+        if not on_cpu:
+            # torch calls `finish` now, on a stream that waits for the first stage.
+            future = work.get_future().then(finish)
+            return future
+        future = Future()
 
         def run() -> None:
             try:
-                self._run(gradient, scale, bad)
-                future.set_result(gradient)
+                work.wait()
+                future.set_result(self._finish(gradient, scale))
             except Exception as error:  # noqa: BLE001 - DDP raises it in the backward pass
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._worker.submit(run)
         return future
 
-    def _enqueue(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
-        """Launch everything at once: torch runs ``finish`` on a separate stream.
+    def _finish(self, gradient: Tensor, scale: Scalar) -> Tensor:
+        """Encode and gather the means of the shards, and decode them into the gradient.
 
-        That stream waits for the first stage; the backward pass and the host do not.
+        A rank flags all its messages, so every rank learns whether any gradient is not finite.
         """
-        (piece,) = self._pieces
-
-        def finish(future: Future[list[Tensor]]) -> Tensor:
-            future.value()  # raises its error
-            piece.gather(self.non_finite)
-            piece.decode(gradient, scale, self.non_finite)
-            return gradient
-
-        future: Future[Tensor] = piece.scatter(self.residual.pending, bad).get_future().then(finish)
-        return future
-
-    def _run(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> None:
-        pieces = self._pieces
-        # A pipeline: one piece is encoded while the two before it are in flight. All ranks launch
-        # collectives in this order.
-        for turn in range(len(pieces) + 2):
-            if turn < len(pieces):
-                pieces[turn].scatter(self.residual.pending, bad)
-            if 1 <= turn <= len(pieces):
-                pieces[turn - 1].gather(self.non_finite)
-            if turn >= 2:
-                pieces[turn - 2].decode(gradient, scale, self.non_finite)
+        codec, non_finite = self._codec, self.non_finite
+        non_finite.logical_or_(any_flag(self._received))
+        mean = self._mean_residual.pending.copy_(self._mean_residual.committed)
+        add_messages(codec, self._received, mean, 1.0 / self._world)
+        codec.message = self._mean_message
+        codec.compress(mean)
+        all_gather(self._gathered.view(-1), codec.message, group=self._group)
+        for shard, message in zip(self._shards, self._gathered, strict=True):
+            codec.decompress_add(message, clear(gradient[shard], non_finite), scale)
+        return gradient
 
     def commit(self, skipped: Tensor) -> None:
         super().commit(skipped)
-        for piece in self._pieces:
-            piece.mean_residual.commit(skipped)
+        self._mean_residual.commit(skipped)
 
     def fold(self) -> None:
-        """Add the residuals of the means to this rank's residual."""
-        for piece in self._pieces:
-            mean = piece.mean_residual.committed
-            self.residual.committed[piece.own_slice].add_(mean, alpha=self._world)
-            mean.zero_()
+        """Add the residual of the mean to this rank's residual."""
+        mean = self._mean_residual.committed
+        self.residual.committed[self._own_shard].add_(mean, alpha=self._world)
+        mean.zero_()
+
+    @property
+    def selected(self) -> int:
+        return sum(map(read_count, self._sent))
 
 
 def encode(codec: Codec, flat: Tensor, bad: Tensor) -> None:
@@ -382,11 +296,3 @@ def add_messages(codec: Codec, messages: Iterable[Tensor], out: Tensor, alpha: S
     """Add ``alpha`` times the values of messages to ``out``, in order: all ranks get equal bits."""
     for message in messages:
         codec.decompress_add(message, out, alpha)
-
-
-def piece_size(compressor: Compressor, numel: int, device: torch.device, shards: int = 1) -> int:
-    """Return the number of elements of each shard that travel together."""
-    if not isinstance(compressor, Quantize) or not reads_are_free(device):
-        return numel
-    size = max(PIECE_SIZE // shards, MIN_PIECE_SIZE)
-    return max(size // compressor.block, 1) * compressor.block

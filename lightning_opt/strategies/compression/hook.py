@@ -249,7 +249,7 @@ class CompressedReduction:
         self.commit()
         bounds = dict(self._bounds)
         for names, state in self.buckets.current.items():
-            if isinstance(state.exchange, GatherExchange) and state.exchange.bound is not None:
+            if state.exchange is not None and state.exchange.bound is not None:
                 bounds[names[0]] = float(state.exchange.bound)
         parameters = {name: parameter for parameter, name in self._names.items()}
         residuals = self.buckets.averaged(parameters)
