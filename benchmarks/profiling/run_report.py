@@ -2,7 +2,7 @@
 
 Supports: what a page shows, in the README and in docs/profiling/run_report.md. The runs are from
 `examples/demo.py`: act 1, act 2 without help, and plain DDP between two processes at 100 Mbit/s.
-Chromium takes the pictures, where it is installed: light, dark, and as wide as a phone.
+Chromium takes the pictures, where it is installed: light and dark.
 """
 
 from __future__ import annotations
@@ -102,30 +102,22 @@ def run(name: str, folder: Path, quick: bool) -> None:
     compression.measure(module, 2, "100 Mbit/s", options, timeout=300)
 
 
-def photograph(page: Path, picture: Path, size: tuple[int, int], dark: bool = False) -> None:
-    """Take a picture of a page with headless Chromium.
-
-    Its window is at least 500 pixels wide, so the page is shown in a frame and the rest cut off.
-    """
+def photograph(page: Path, picture: Path, dark: bool = False) -> None:
+    """Take a picture of a page with headless Chromium."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print("no Chromium, so no pictures")
         return
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     with tempfile.TemporaryDirectory() as folder:
-        frame = Path(folder, "frame.html")
-        style = f"border:0;width:{size[0]}px;height:{size[1]}px"
-        frame.write_text(f'<body style="margin:0"><iframe src="{page}" style="{style}">')
-        window = f"--window-size={max(500, size[0])},{size[1]}"
         subprocess.run(
             [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-             f"--force-device-scale-factor={SCALE}", scheme, window,
-             f"--user-data-dir={folder}/user", "--allow-file-access-from-files",
-             f"--screenshot={picture}", frame.as_uri()],
+             f"--force-device-scale-factor={SCALE}", "--window-size=1200,1050",
+             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+             f"--user-data-dir={folder}", f"--screenshot={picture}", page.as_uri()],
             check=True, capture_output=True, timeout=120,
         )  # fmt: skip
     with Image.open(picture) as taken:
-        shown = taken.convert("RGB").crop((0, 0, int(SCALE * size[0]), taken.height))
+        shown = taken.convert("RGB")
     shown.quantize(256).save(picture, optimize=True)
 
 
@@ -152,9 +144,8 @@ def main() -> None:
         if page.exists():
             print(page)
             folder = out if own.quick else PICTURES
-            photograph(page, folder / f"report_{name}.png", (1200, 1050))
-            photograph(page, folder / f"report_{name}_dark.png", (1200, 1050), dark=True)
-            photograph(page, folder / f"report_{name}_phone.png", (390, 1900))
+            photograph(page, folder / f"report_{name}.png")
+            photograph(page, folder / f"report_{name}_dark.png", dark=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,6 @@ def main() -> None:
             "bare step": [],
             "bare step again": [],
             "RunReport": [lo.RunReport()],
-            "RunReport(measure=True)": [lo.RunReport(measure=True)],
         }
         times = time_steps(
             module, candidates, rounds=rounds, steps=steps,
@@ -71,9 +70,10 @@ def main() -> None:
             lo.GradientHealth(every_n_steps=2),
             lo.AdaptiveClipping(every_n_steps=2),
             lo.MemoryProfiler(every_n_steps=2, file=None),
-            lo.RunReport(measure=True),
+            lo.RunReport(),
         ]
-        fit(module, [*watching, pages], steps, log_every_n_steps=2, **options)
+        profiler = lo.StepProfiler(log_every_n_steps=2, flops=False, print_table=False)
+        fit(module, [*watching, pages], steps, profiler=profiler, **options)
         written = (Path(folder) / "report.html").stat().st_size
     rows = [{"what": name, **timed.row(times["bare step"])} for name, timed in times.items()]
     page = (

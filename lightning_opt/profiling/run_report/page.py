@@ -102,7 +102,7 @@ def _series_and_events(trainer: pl.Trainer) -> tuple[dict[str, Any], list[tuple[
     counts = [(step, round(step * share)) for step, share in series.get("clip/fraction", ())]
     for (_, before), (step, after) in itertools.pairwise([(0, 0), *counts]):
         events += [(step, "clipped")] * (after > before)
-    memory = [series[key] for key in series if key.startswith(("profile/peak", "report/"))]
+    memory = [series[key] for key in series if key.startswith("profile/peak")]
     peak = max((value for points in memory for _, value in points), default=0.0)
     nearest = peak_usage(trainer.strategy.root_device)
     if nearest is not None and 3 * peak > nearest.total / MB:  # else it would flatten other lines

@@ -27,11 +27,13 @@ Points = Sequence[tuple[float, float]]
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 
-WIDTHS = 10.4, 3.9
-"""Widths of a picture in inches, for a wide screen and for a phone."""
+WIDTH = 10.4
+"""Width of a picture in inches."""
 
-FIGURE = """<figure><figcaption>{}</figcaption><div class="wide">{}</div>
-<div class="narrow">{}</div></figure>"""
+FIGURE = "<figure><figcaption>{}</figcaption>{}</figure>"
+
+MAX_NAME = 41
+"""Maximum number of characters of a layer's name."""
 
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, OLIVE, GREY = (f"C{number}" for number in range(8))
 
@@ -68,7 +70,7 @@ TIME = Panel("ms per step", bands={
     "time/(clipping|optimizer_step|zeroing_.*|LR_scheduler)_ms": ("optimizer", GREEN),
     "time/callback_.*_ms": ("callbacks", PURPLE), "time/(?!step_).*_ms": ("Lightning", GREY),
 })  # fmt: skip
-MEMORY_LINES = {"(profile/peak|report/).*_mb": ".-", "profile/reserved_mb": "-", "limit": "--"}
+MEMORY_LINES = {"profile/peak.*_mb": ".-", "profile/reserved_mb": "-", "limit": "--"}
 MEMORY = Panel("MB", MEMORY_LINES, {
     "profile/parameters_mb": ("parameters", BLUE), "profile/gradients_mb": ("gradients", TEAL),
     "profile/optimizer_mb": ("optimizer", GREEN), "profile/other_mb": ("other", GREY),
@@ -106,13 +108,12 @@ class Data(NamedTuple):
         return [panel for panel in PICTURES[title] if self.find(*panel.lines, *panel.bands)]
 
 
-def draw(title: str, data: Data, inches: float) -> Figure:
-    """Draw a picture that is ``inches`` wide."""
+def draw(title: str, data: Data) -> Figure:
     panels = data.panels(title)
     rows = [0 if panel.unit else len(data.find(*panel.lines)) for panel in panels]
     heights = [min(0.9 + 0.2 * count, 4.2) if count else 2.4 for count in rows]
     with rc_context(fname=STYLE):
-        figure = Figure(figsize=(inches, sum(heights)))
+        figure = Figure(figsize=(WIDTH, sum(heights)))
         every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
         for panel, axes in zip(panels, every[:, 0], strict=True):
             (_plot if panel.unit else _heat_map)(figure, axes, panel, data)
@@ -142,7 +143,7 @@ def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
             line.set_label(f"{label} ({len(steps)})")
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_ylabel(panel.unit)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=round(figure.get_figwidth() / 2))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.05), ncols=5)
 
 
 def _choose_range(axes: Axes, totals: Any) -> None:
@@ -199,8 +200,7 @@ def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
     norm = LogNorm(min(known), 1.01 * max(known))
     # Each report covers the steps since the previous report.
     mesh = axes.pcolormesh([0, *steps], range(len(rows) + 1), grid, norm=norm, rasterized=True)
-    length = int(4 * figure.get_figwidth())
-    names = [name if len(name) <= length else f"…{name[-length:]}" for name in rows]
+    names = [name if len(name) <= MAX_NAME else f"…{name[-MAX_NAME:]}" for name in rows]
     every = math.ceil(len(names) / 20)
     axes.set_yticks([place + 0.5 for place in range(0, len(names), every)], names[::every])
     axes.invert_yaxis()
@@ -209,11 +209,11 @@ def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
     colours.solids.set_rasterized(True)
 
 
-def to_svg(title: str, data: Data, inches: float) -> str:
+def to_svg(title: str, data: Data) -> str:
     """Return a picture as an SVG element."""
-    text, unique = io.StringIO(), {"svg.hashsalt": f"{title}{inches}"}  # reproducible identifiers
+    text, unique = io.StringIO(), {"svg.hashsalt": title}  # reproducible identifiers
     with rc_context(unique, STYLE):  # type: ignore[arg-type]
-        draw(title, data, inches).savefig(text, format="svg", transparent=True)
+        draw(title, data).savefig(text, format="svg", transparent=True)
     svg = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.S)
     return re.sub(r'(width|height)="[\d.]+pt" ', "", svg[svg.index("<svg") :], count=2)
 
@@ -224,9 +224,9 @@ def main(folder: Path, images: bool) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     data, figures = Data(*json.load(sys.stdin)), []
     for title in [title for title in PICTURES if data.panels(title)]:
-        figures.append(FIGURE.format(title, *(to_svg(title, data, inches) for inches in WIDTHS)))
+        figures.append(FIGURE.format(title, to_svg(title, data)))
         if images:
-            draw(title, data, WIDTHS[0]).savefig(folder / f"{title}.png", dpi=100)
+            draw(title, data).savefig(folder / f"{title}.png", dpi=100)
     (folder / "pictures.html").write_text("".join(figures), encoding="utf-8")
 
 

@@ -10,14 +10,12 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from weakref import proxy
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
-from lightning_opt.core.measure.memory import MB, live_bytes, peak_memory
+from lightning_opt.core.measure.memory import MB, peak_memory
 from lightning_opt.core.modules.batches import samples_in
-from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.output.loggers import (
     HISTORIES,
     History,
@@ -28,7 +26,6 @@ from lightning_opt.core.output.loggers import (
 )
 from lightning_opt.core.output.report import Verdict
 from lightning_opt.profiling.run_report.page import Page, build_page
-from lightning_opt.profiling.steps.step_profiler import StepProfiler
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -52,13 +49,9 @@ class RunReport(RunCallback):
     into ``default_root_dir`` without them. It does so at the end, at an exception or Ctrl-C, and
     about every three minutes.
 
-    The page shows the measurements of other callbacks and of ``StepProfiler``, and lists missing
-    measurements. The callback itself records the loss and the number of samples of each batch, and
-    peak memory. TensorBoard, W&B and MLflow get the pictures at the end.
-
-    Args:
-        measure: Also record the memory in use every ``Trainer(log_every_n_steps)`` steps. Unless
-            the Trainer has a profiler, also add a ``StepProfiler``, which times each phase.
+    The page shows the measurements of other callbacks and of ``Trainer(profiler=StepProfiler())``,
+    and lists missing measurements. The callback itself records the loss and the number of samples
+    of each batch, and peak memory. TensorBoard, W&B and MLflow get the pictures at the end.
 
     Raises:
         ValueError: In ``setup``, if the Trainer has a second instance.
@@ -70,12 +63,8 @@ class RunReport(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("profiler",)
 
-    def __init__(self, measure: bool = False) -> None:
-        self.measure = measure
-        self.profiler: StepProfiler | None = None
-        self._patches = Patches()
+    def __init__(self) -> None:
         self._history = History()
         self._is_fitting = self._has_failed = self._skips_spikes = False
         self._reset_run(0)
@@ -94,7 +83,7 @@ class RunReport(RunCallback):
         self._history = History()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reset the per-run state, and add a profiler if ``measure`` is set."""
+        """Reset the per-run state."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -102,15 +91,6 @@ class RunReport(RunCallback):
         self._skips_spikes = any(getattr(c, "spike", None) for c in _callbacks_of(trainer))
         HISTORIES[trainer] = self._history
         self._reset_run(0)
-        self._every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        has_profiler = type(trainer.profiler).__name__ != "PassThroughProfiler"  # type: ignore[attr-defined]
-        if self.measure and not has_profiler:
-            self.profiler = StepProfiler(
-                log_every_n_steps=self._every, flops=False, print_table=False
-            )
-            self.profiler._lightning_module = proxy(pl_module)  # type: ignore[attr-defined]
-            self.profiler.setup(stage)
-            self._patches.enter_context(replaced(trainer, profiler=self.profiler))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
@@ -126,12 +106,9 @@ class RunReport(RunCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the loss, the number of samples and, with ``measure``, the memory in use."""
-        step = logged_step(trainer)
+        """Record the loss and the number of samples."""
         self._samples += samples_in(batch, default=1)
-        self._losses.add(outputs, step, trainer.accumulate_grad_batches)
-        if self.measure and step % self._every == 0:
-            self._history.add("report/live_mb", step, live_bytes(trainer.strategy.root_device) / MB)
+        self._losses.add(outputs, logged_step(trainer), trainer.accumulate_grad_batches)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the validation losses."""
@@ -220,10 +197,7 @@ class RunReport(RunCallback):
         return [*self._failures, Verdict("stability", "look", finding, SPIKES, gain=gain)]
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Restore the Trainer's profiler."""
-        self._patches.close()
-        if self.profiler is not None:
-            self.profiler.teardown("fit")
+        """Write no more pages."""
         self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
