@@ -6,8 +6,6 @@ import ctypes
 import functools
 import math
 import random
-import struct
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,7 +31,7 @@ ALWAYS_COPIED_BYTES = 64 * 2**10
 """Tensors up to this size are always copied, even if no step has written them."""
 
 _Twister = ctypes.c_char * (625 * 4)
-"""The state of Python's and NumPy's global generators: 624 words and a position."""
+"""The state of NumPy's global generator: 624 words and a position."""
 
 Undo = Callable[[], object]
 
@@ -242,7 +240,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> list[Undo]:
     """Return functions that restore the state of Python, NumPy, torch and ``generators``."""
     undo: list[Undo] = [
-        _PYTHON.save(),
+        functools.partial(random.setstate, random.getstate()),
         _NUMPY.save(),
         functools.partial(torch.set_rng_state, torch.get_rng_state()),
     ]
@@ -256,76 +254,37 @@ def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = (
     return undo
 
 
-class _GlobalGenerator:
-    """Python's or NumPy's global generator, whose state is read and written only if it has changed.
+class _NumPyGenerator:
+    """NumPy's global generator, whose state is read and written only if it has changed.
 
-    Both are Mersenne Twisters. Comparing their memory takes 1 us. Reading the state takes 25 us.
-
-    Args:
-        memory: Returns the generator's memory, or None if that cannot be read.
-        get: Returns its state.
-        set_: Sets its state.
-        has_spare: Returns whether a state holds the second number of a pair of normal draws. That
-            number is not in the memory.
+    Comparing the memory of the Mersenne Twister takes 1 us, and reading its state 45 us.
     """
 
-    def __init__(
-        self,
-        memory: Callable[[], bytes | None],
-        get: Callable[[], Any],
-        set_: Callable[[Any], object],
-        has_spare: Callable[[Any], bool],
-    ) -> None:
-        self._memory, self._get, self._set = memory, get, set_
-        self._has_spare = has_spare
+    def __init__(self) -> None:
         self._latest: tuple[bytes | None, Any] = (None, None)
 
     def save(self) -> Undo:
-        memory = self._memory()
+        memory = _twister_memory()
         if memory is None or memory != self._latest[0]:
-            state = self._get()
-            self._latest = (None if self._has_spare(state) else memory, state)
+            state = np.random.get_state(legacy=False)  # noqa: NPY002
+            # The second number of a pair of normal draws is not in the memory.
+            self._latest = (None if state["has_gauss"] else memory, state)  # type: ignore[call-overload]
         return functools.partial(self._restore, *self._latest)
 
     def _restore(self, memory: bytes | None, state: Any) -> None:
-        if memory is None or self._memory() != memory:
-            self._set(state)
+        if memory is None or _twister_memory() != memory:
+            np.random.set_state(state)  # noqa: NPY002
             self._latest = (memory, state)
 
 
-def _numpy_memory() -> bytes | None:
+def _twister_memory() -> bytes | None:
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(bits) is not np.random.MT19937:  # the user has set another one
         return None
     return _Twister.from_address(bits.ctypes.state_address).raw
 
 
-def _python_memory() -> bytes | None:
-    address = _python_address()
-    return None if address is None else _Twister.from_address(address).raw
-
-
-@functools.cache
-def _python_address() -> int | None:
-    """Return the address of the generator's state in CPython: right after the object's header."""
-    generator = getattr(random.random, "__self__", None)
-    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
-        return None
-    address = id(generator) + object.__basicsize__
-    words = generator.getstate()[1]
-    expected = struct.pack("=625I", words[-1], *words[:-1])
-    return address if _Twister.from_address(address).raw == expected else None
-
-
-_PYTHON = _GlobalGenerator(
-    _python_memory, random.getstate, random.setstate, lambda state: state[2] is not None
-)
-_NUMPY = _GlobalGenerator(
-    _numpy_memory,
-    lambda: np.random.get_state(legacy=False),  # noqa: NPY002
-    lambda state: np.random.set_state(state),  # noqa: NPY002
-    lambda state: bool(state["has_gauss"]),
-)
+_NUMPY = _NumPyGenerator()
 
 
 def _generator_state(generator: Any) -> Undo:

@@ -1,4 +1,4 @@
-"""Control groups of version 1 and 2 in a fake file system, and NVML with a fake driver."""
+"""Control groups in a fake file system, and NVML with a fake driver."""
 
 import os
 import sys
@@ -17,75 +17,54 @@ from lightning_opt.core.measure.machine import (
 )
 from lightning_opt.core.measure.memory import MemoryLimits, Usage
 
-GROUPS = {1: "5:cpu,cpuacct:/job/step\n4:memory:/job/step\n", 2: "0::/job/step\n"}
 
-
-def write(root: Path, version: int, files: dict[str, str]) -> Path:
+def write(root: Path, files: dict[str, str]) -> Path:
     """Write the kernel's files for a process in the group ``/job/step``."""
     files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for name, text in (files | {"proc/self/cgroup": GROUPS[version]}).items():
+    for name, text in (files | {"proc/self/cgroup": "0::/job/step\n"}).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
 
 
 @pytest.mark.parametrize(
-    ("version", "files", "expected"),
+    ("files", "expected"),
     [
-        (2, {"job/step/cpu.max": "150000 100000"}, 1.5),
-        (2, {"job/step/cpu.max": "400000 100000", "job/cpu.max": "200000 100000"}, 2.0),
-        (2, {"job/step/cpu.max": "max 100000"}, None),
-        (1, {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000",
-             "cpu/job/step/tasks": ""}, 0.5),
-        (1, {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, None),
-        (1, {}, None),
+        ({"job/step/cpu.max": "150000 100000"}, 1.5),
+        ({"job/step/cpu.max": "400000 100000", "job/cpu.max": "200000 100000"}, 2.0),
+        ({"job/step/cpu.max": "max 100000"}, None),
     ],
-)  # fmt: skip
-def test_smallest_quota_of_all_levels_counts(version, files, expected, tmp_path):
-    root = write(tmp_path, version, files)
+)
+def test_smallest_quota_of_all_levels_counts(files, expected, tmp_path):
+    root = write(tmp_path, files)
     assert find_cpu_quota(root) == expected
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert available_cpus(root) == max(1, min(cpus, int(expected or cpus)))
 
 
+STEP = {"job/step/memory.max": "max\n", "job/step/memory.current": "400\n"}
+JOB = {
+    "job/memory.max": "1000\n",
+    "job/memory.current": "700\n",
+    "job/memory.stat": "anon 500\nfile 200\ninactive_file 150\n",
+}
+
+
 @pytest.mark.parametrize(
-    ("version", "files", "expected"),
+    ("files", "expected"),
     [
+        pytest.param(STEP | JOB, [(550, 1000)], id="parents count, cached files do not"),
         pytest.param(
-            2,
-            {
-                "job/step/memory.max": "max\n",
-                "job/step/memory.current": "400\n",
-                "job/memory.max": "1000\n",
-                "job/memory.current": "700\n",
-                "job/memory.stat": "anon 500\nfile 200\ninactive_file 150\n",
-            },
-            [(550, 1000)],
-            id="parents count, cached files do not",
+            {"memory.max": "800", "memory.current": "80"}, [(80, 800)], id="the host's path"
         ),
         pytest.param(
-            2, {"memory.max": "800", "memory.current": "80"}, [(80, 800)], id="the host's path"
+            {"step/memory.max": "10", "step/memory.current": "4"}, [(4, 10)], id="a subtree"
         ),
-        pytest.param(
-            2, {"step/memory.max": "10", "step/memory.current": "4"}, [(4, 10)], id="a subtree"
-        ),
-        pytest.param(
-            1,
-            {
-                "memory/job/memory.limit_in_bytes": "5000",
-                "memory/job/memory.usage_in_bytes": "1000",
-                "memory/job/memory.stat": "cache 300\ntotal_inactive_file 100\n",
-                "memory/job/step/memory.limit_in_bytes": "9223372036854771712",
-                "memory/job/step/memory.usage_in_bytes": "1000",
-            },
-            [(900, 5000)],
-            id="version 1",
-        ),
-        pytest.param(2, {}, [], id="no limit"),
+        pytest.param({}, [], id="no limit"),
     ],
 )
-def test_memory_limits_of_control_groups(version, files, expected, tmp_path):
-    root = write(tmp_path, version, files)
+def test_memory_limits_of_control_groups(files, expected, tmp_path):
+    root = write(tmp_path, files)
     assert [group() for group in find_memory_groups(root)] == expected
     usages = [Usage("cgroup", *found) for found in expected]
     limits = MemoryLimits(torch.device("cpu"), root=root).read()
