@@ -23,7 +23,6 @@ from lightning_opt.batching.micro_batching.ranks import OtherRankFailedError, Ra
 from lightning_opt.batching.micro_batching.rollback import (
     COLLECTIVE_ERROR,
     REDUCTION_ERROR,
-    UPDATE_ERROR,
     HeldGradients,
     HookGuard,
 )
@@ -32,7 +31,6 @@ from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.splitting import Pieces, Splitter
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.batches import (
-    ADVICE,
     UnsplittableBatchError,
     copy_containers,
     shape_of,
@@ -84,12 +82,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._state = StepState(module, self._device) if isinstance(sizes, LearnedSizes) else None
         self._hooks = HookGuard(trainer, module, stack)
         self._logs = LogRecorder(module, self._check.sums)
-        self._warned = False
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._lightning_step = self._optimization._optimizer_step
-        stack.enter_context(
-            replaced(self._optimization, _make_closure=self.prepare, _optimizer_step=self._step)
-        )
+        stack.enter_context(replaced(self._optimization, _make_closure=self.prepare))
 
     def prepare(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
@@ -98,19 +92,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._kwargs = kwargs
         self._zero_grad = self._optimization._make_zero_grad_fn(batch_idx, optimizer)
         self._backward_pass = self._optimization._make_backward_fn(optimizer)
-        self._is_finished = False
         return self
-
-    def _step(self, batch_idx: int, closure: Any) -> None:
-        problem = ""
-        try:
-            self._lightning_step(batch_idx, closure)
-        except CAUGHT as error:
-            if not (self._is_finished and is_out_of_memory(error)):
-                raise
-            problem = f"{type(error).__name__}: {error}"
-        if problem:  # outside `except`: its traceback would hold the update's memory
-            raise MemoryError(UPDATE_ERROR + problem)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Run the batch and return its loss. Some optimizers call it several times per step."""
@@ -122,7 +104,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         """Attempt the batch in more and more parts until it fits."""
         self._hooks.reset()
         self._gradients: HeldGradients | None = None
-        self._is_zeroed = self._has_gradient = self._is_finished = False
+        self._is_zeroed = self._has_gradient = False
         batch = self._kwargs["batch"]
         # `training_step` may remove entries from the batch, and a retry needs them.
         original = self._batch = copy_containers(batch)
@@ -166,7 +148,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         finally:
             if self._gradients is not None:
                 self._gradients.end()
-        self._is_finished = True
         if self._state is not None:
             self._state.record_writes()
             self._state.clear()
@@ -177,7 +158,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return result
 
     def _can_retry(self, error: BaseException) -> bool:
-        if not is_out_of_memory(error):
+        # After the last backward pass, hooks may have used or changed the gradients.
+        if self._has_gradient or not is_out_of_memory(error):
             return False
         if isinstance(self._sizes, PlannedSizes):
             raise MemoryError(COLLECTIVE_ERROR + str(error)) from error
@@ -208,9 +190,11 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 if not several and not isinstance(self._sizes, LearnedSizes):
                     raise
                 self._samples, self._reading_error = 1, str(error)
-                if several and not self._warned:
-                    self._warned = True
-                    rank_zero_warn(f"MicroBatching runs a batch of several loaders whole. {error}")
+                if several:
+                    rank_zero_warn(
+                        "MicroBatching runs a batch of several loaders whole if they have "
+                        "different numbers of samples."
+                    )
         return self._samples
 
     def _describe_largest_part(self, parts: int) -> tuple[str, int, int] | None:
@@ -327,12 +311,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         # Keeps the order of the keywords, because Lightning passes them by position.
         step = self._optimization._make_step_fn(OrderedDict(self._kwargs, batch=piece))
         with self._logs.recording(number):
-            try:
-                result = step()
-            except Exception as error:
-                if piece is not self._kwargs["batch"] and hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(f"training_step ran on a part of a batch. {ADVICE}")
-                raise
+            result = step()
         return result.closure_loss, result.extra
 
     def _prepare_gradients(self) -> None:
@@ -362,17 +341,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 gradients.end()
             self._has_gradient = True
 
-        try:
-            with replaced(self._module, backward=complete):
-                self._backward_pass(loss)
-            return
-        except CAUGHT as error:
-            if not (self._has_gradient and self._state is not None and is_out_of_memory(error)):
-                raise
-        # A hook ran out of memory. Other hooks may have used or changed the gradients: keep them.
-        recover_memory(self._device)
-        self._is_finished = True  # a second failure is final
-        self._trainer.precision_plugin.post_backward(loss, self._module)
+        with replaced(self._module, backward=complete):
+            self._backward_pass(loss)
 
     def _roll_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
         """Restore the state before the attempt, free its memory and inform the other ranks."""

@@ -6,22 +6,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
-from lightning_opt.batching.micro_batching.ranks import (
-    DDPRanks,
-    HostRanks,
-    NoHostGroupError,
-    Ranks,
-)
+from lightning_opt.batching.micro_batching.ranks import DDPRanks, HostRanks, Ranks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
 from lightning_opt.batching.splitting import LOSSES, Splitter
-from lightning_opt.core.arguments import check_at_least, function_named
+from lightning_opt.core.arguments import check_at_least
 from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -71,11 +65,11 @@ class MicroBatching(RunCallback):
         size: Maximum samples per micro-batch, or ``"auto"``.
         regrow_every: Batches before the next attempt at twice the size, at least 1.
         split: For batches that are not made of tensors with one row per sample: a function
-            ``split(batch, parts)``, or its import path, that returns a list of pairs ``(part,
+            ``split(batch, parts)`` that returns a list of pairs ``(part,
             samples)``, with ``parts`` entries.
         loss: The kind of loss: ``"mean_over_samples"``, ``"mean_over_tokens"``, which needs
             ``count``, or ``"sum"``.
-        count: A function of a micro-batch, or its import path, that returns the number of tokens
+        count: A function of a micro-batch that returns the number of tokens
             over which the loss is a mean: a number or a 0-dimensional tensor.
 
     Raises:
@@ -84,7 +78,7 @@ class MicroBatching(RunCallback):
             strategy of several processes other than DDP and FSDP2. In ``on_fit_start`` for LBFGS.
         UnsplittableBatchError: During training, for a batch that needs ``split``.
         MemoryError: During training with ``"auto"``, if one sample does not fit, or if memory runs
-            out in the optimizer's update or under FSDP2, where a batch cannot be rolled back.
+            out under FSDP2, where a batch cannot be rolled back.
 
     Example:
         >>> import lightning as L
@@ -99,9 +93,9 @@ class MicroBatching(RunCallback):
         self,
         size: int | Literal["auto"] = "auto",
         regrow_every: int = 200,
-        split: Callable[[Any, int], Any] | str | None = None,
+        split: Callable[[Any, int], Any] | None = None,
         loss: Literal["mean_over_samples", "mean_over_tokens", "sum"] = "mean_over_samples",
-        count: Callable[[Any], Any] | str | None = None,
+        count: Callable[[Any], Any] | None = None,
     ) -> None:
         self.size = size if size == "auto" else check_at_least("size", size, 1)
         self.runs_in_trials = size != "auto"  # a trial must see out-of-memory errors
@@ -114,9 +108,7 @@ class MicroBatching(RunCallback):
                 f"`lambda batch: (batch['labels'] != -100).sum()`, and no other loss takes one; "
                 f"got loss={loss!r} and count={count!r}."
             )
-        self._splitter = Splitter(
-            function_named("split", split), loss, function_named("count", count)
-        )
+        self._splitter = Splitter(split, loss, count)
         self._stack: ExitStack | None = None
         self._reset()
 
@@ -164,14 +156,7 @@ class MicroBatching(RunCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace Lightning's closure."""
         self.release(trainer)
-        try:
-            ranks = self._make_ranks(trainer)
-        except NoHostGroupError as error:
-            rank_zero_warn(
-                "MicroBatching('auto') is off in this run, because ranks cannot agree: no gloo "
-                f"process group could be created. ({error})"
-            )
-            return
+        ranks = self._make_ranks(trainer)
         sizes: int | LearnedSizes | PlannedSizes = self._sizes if self.size == "auto" else self.size
         if self.size == "auto" and isinstance(trainer.strategy, ModelParallelStrategy):
             device = trainer.strategy.root_device

@@ -30,10 +30,6 @@ class OtherRankFailedError(Exception):
     """Another rank ran out of memory, so this rank rolls its batch back too."""
 
 
-class NoHostGroupError(RuntimeError):
-    """No gloo process group could be created."""
-
-
 class Ranks:
     """The ranks that run the same number of micro-batches. Without a group: a single process.
 
@@ -104,27 +100,14 @@ class HostRanks(Ranks):
     Args:
         timeout: The timeout of the gloo group.
         size: Number of neighbouring ranks in each gloo group; None for all ranks.
-
-    Raises:
-        NoHostGroupError: On all ranks, if any rank could not create its group.
     """
 
     def __init__(self, timeout: timedelta | None, size: int | None = None) -> None:
-        group, problem = None, ""
-        try:
-            size = size or dist.get_world_size()
-            group, _ = dist.new_subgroups(size, backend="gloo", timeout=timeout)
-        except (RuntimeError, ValueError) as error:
-            problem = str(error)
-        super().__init__(group)
-        problems: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        if any(problems):
-            self.close()
-            raise NoHostGroupError(next(filter(None, problems)))
+        size = size or dist.get_world_size()
+        super().__init__(dist.new_subgroups(size, backend="gloo", timeout=timeout)[0])
 
     def close(self) -> None:
-        if self._group is not None and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
 

@@ -28,12 +28,6 @@ COLLECTIVE_ERROR = (
     "allocator's message: "
 )
 
-UPDATE_ERROR = (
-    "Out of memory after the backward pass, in the optimizer's update or a callback before it. "
-    "Part of the weights may have been updated, so the step is not retried: resume from the last "
-    "checkpoint, with an optimizer of smaller state, or a smaller model. The allocator's message: "
-)
-
 GUARDED_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 """The hooks between ``training_step`` and the optimizer's update."""
 

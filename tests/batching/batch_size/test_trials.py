@@ -234,10 +234,9 @@ def test_worst_batch_measures_memory_and_the_loaders_measure_time():
     found = lo.find_batch_size(quiet_trainer(), Lengths(), loader_of(400), **settings)
     assert found.largest in range(120, 126)  # 125 samples of 8
     Lengths.shapes.clear()
-    path = f"{__name__}.longest"
     frozen = gc.get_freeze_count()
     found = lo.find_batch_size(
-        quiet_trainer(), Lengths(), loader_of(400), None, "fastest", worst_batch=path, **settings
+        quiet_trainer(), Lengths(), loader_of(400), None, "fastest", worst_batch=longest, **settings
     )
     assert found.largest in range(24, 26)  # 25 samples of 40
     lengths = [shape[1] for shape in Lengths.shapes]

@@ -14,7 +14,7 @@ from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
-HOOKS = ["on_before_zero_grad", "on_before_backward", "on_after_backward"]
+HOOKS = ["on_before_zero_grad", "on_before_backward"]
 MODULE_HOOKS = [*HOOKS, "optimizer_zero_grad", "backward"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
