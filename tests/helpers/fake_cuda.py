@@ -421,7 +421,7 @@ class Stage:
                 # `on_train_start` without its check of the weights, which reads.
                 from lightning_opt.gradients.guard.snapshot import BufferBackup
 
-                callback._reset_run(BufferBackup(self.module), self.trainer.optimizers)
+                callback._reset_run(BufferBackup(self.module))
             else:
                 callback.on_train_start(self.trainer, self.module)
 

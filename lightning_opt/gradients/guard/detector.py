@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_opt.core.modules.sharding import Groups, is_dtensor
-from lightning_opt.core.numerics.norms import parameters_of
+from lightning_opt.core.modules.sharding import Groups
 from lightning_opt.core.numerics.scalars import (
     Condition,
     DeviceCache,
@@ -48,63 +46,15 @@ A second moment (such as Adam's) would become infinite, and the parameter would 
 """
 
 
-class LossRecorder:
-    """The losses since the last step of each optimizer, still on their device.
-
-    With several optimizers, a loss belongs to each optimizer whose gradients it changed. The order
-    of calls is not enough: a GAN may run both backward passes before both steps.
-
-    Args:
-        optimizers: The Trainer's optimizers.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._losses: list[list[Tensor]] = [[] for _ in optimizers]
-        self._current: list[Tensor] = []
-        self._versions: list[list[Any]] = []
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Store the loss of the next backward pass."""
-        loss = loss.detach()
-        if is_dtensor(loss):
-            loss = loss.full_tensor()  # type: ignore[attr-defined]
-        self._current = [loss if loss.ndim == 0 else loss.sum()]
-        if len(self._optimizers) > 1:
-            self._versions = [_gradient_versions(optimizer) for optimizer in self._optimizers]
-            for losses, versions in zip(self._losses, self._versions, strict=True):
-                if not any(versions):
-                    losses.clear()  # the gradients of these losses have been removed
-
-    def after_backward(self) -> None:
-        """Add the loss to each optimizer whose gradients changed."""
-        for index, losses in enumerate(self._losses):
-            versions = self._versions
-            if not versions or _gradient_versions(self._optimizers[index]) != versions[index]:
-                losses += self._current
-        self._current = []
-
-    def take(self, index: int) -> list[Tensor]:
-        """Remove and return the losses of one optimizer."""
-        losses, self._losses[index] = self._losses[index], []
-        return losses
-
-
-def _gradient_versions(optimizer: Optimizer) -> list[Any]:
-    """Return the identity and version of each gradient; None for a missing one."""
-    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-    return [None if grad is None else (id(grad), grad._version) for grad in gradients]
-
-
 def mean_loss(
     trainer: pl.Trainer, losses: Sequence[Tensor], loss_scale: Scalar | None, *, read: bool
 ) -> Scalar:
-    """Return the unscaled mean loss of an accumulation window; 0 if ``losses`` is empty.
+    """Return the unscaled mean loss of a step; 0 if ``losses`` is empty.
 
     Args:
         trainer: The Trainer.
-        losses: From :class:`LossRecorder`. Lightning has multiplied them by the loss scale and
-            divided them by ``accumulate_grad_batches``.
+        losses: One per backward pass. Lightning has multiplied them by the loss scale and divided
+            them by ``accumulate_grad_batches``.
         loss_scale: The loss scale in ``losses``; None without one.
         read: Whether to return a float, which waits for the device.
     """

@@ -25,6 +25,9 @@ Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
 MAX_BACKOFFS = 4
 """The learning rate scale is at least ``lr_backoff`` to this power, so that no run stalls."""
 
+RECOVERY_STEPS = 100
+"""Good steps that undo one reduction of the learning rate, by a constant factor per step."""
+
 
 class Escalation:
     """Counts faults in a row per optimizer, and chooses the response and the learning rate scale.
@@ -37,7 +40,6 @@ class Escalation:
         max_consecutive: Faults in a row at which the run stops. A spike stops a run only under
             ``policy="raise"``.
         lr_backoff: Factor of a reduction, in (0, 1]; 1 keeps the learning rate.
-        lr_recovery_steps: Good steps that undo one reduction, by a constant factor per step.
 
     Attributes:
         rollbacks: Snapshots restored so far.
@@ -50,7 +52,6 @@ class Escalation:
         rollback_after: int = 6,
         max_consecutive: int = 10,
         lr_backoff: float = 0.5,
-        lr_recovery_steps: int = 100,
     ) -> None:
         if isinstance(lr_backoff, bool) or not 0.0 < lr_backoff <= 1.0:
             raise ValueError(f"lr_backoff must be above 0 and at most 1, got {lr_backoff!r}.")
@@ -64,9 +65,6 @@ class Escalation:
                 f"({max_consecutive}): the run would stop before it is rolled back."
             )
         self.lr_backoff = lr_backoff
-        self._recovery = lr_backoff ** (
-            -1.0 / check_at_least("lr_recovery_steps", lr_recovery_steps, 1)
-        )
         self.reset()
 
     def reset(self) -> None:
@@ -97,7 +95,9 @@ class Escalation:
         state = self.state(index)
         state["consecutive"] = 0
         if state["lr_scale"] < 1.0:
-            state["lr_scale"] = min(1.0, state["lr_scale"] * self._recovery)
+            state["lr_scale"] = min(
+                1.0, state["lr_scale"] / self.lr_backoff ** (1.0 / RECOVERY_STEPS)
+            )
 
     def record_fault(self, index: int, *, spike: bool = False) -> Action:
         """Count a fault and return the response.

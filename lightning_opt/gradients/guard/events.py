@@ -1,12 +1,10 @@
-"""The record of each step, and the log of faults."""
+"""The record of each step, and the events of faults."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -15,23 +13,16 @@ from torch import Tensor, nn
 
 from lightning_opt.core.modules.sharding import Groups, local_part, step_groups
 from lightning_opt.core.numerics.norms import GradientNorms, as_real
-from lightning_opt.core.output.report import Report
 from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
 from lightning_opt.gradients.guard.escalation import Action
-from lightning_opt.trainer.lightning import move_data_to_device
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_logger = logging.getLogger(__name__)
 
 Event: TypeAlias = dict[str, Any]
 
 MAX_EVENTS = 1000
 """Number of events to keep in memory and in checkpoints."""
-
-MAX_SAVED_BATCHES = 5
-"""Most batches that a rank writes to disk."""
 
 MAX_NAMES = 10
 """Most parameter names in an event."""
@@ -47,9 +38,9 @@ RESPONSES: dict[Action, str] = {
 KINDS: dict[Kind, tuple[str, str]] = {
     "nonfinite_loss": (
         "the loss is {loss}",
-        "NonFiniteGuard(save_batch=True) writes that batch to disk: check it for NaN, wrong labels "
-        "or an extreme scale, and the loss for a log, a division or a root of 0. In 16-mixed, "
-        "activations may overflow: bf16-mixed has their range.",
+        "Check that batch for NaN, wrong labels or an extreme scale, and the loss for a log, a "
+        "division or a root of 0. In 16-mixed, activations may overflow: bf16-mixed has their "
+        "range.",
     ),
     "nonfinite_gradient": (
         "the gradient norm is {norm:.4g}",
@@ -58,8 +49,8 @@ KINDS: dict[Kind, tuple[str, str]] = {
     ),
     "loss_spike": (
         "the loss of {loss:.4g} is a spike",
-        "NonFiniteGuard(save_batch=True) writes that batch to disk: check its labels and "
-        "its scale. Else lower the learning rate, or raise spike if such losses are normal here.",
+        "Check that batch's labels and its scale. Else lower the learning rate, or raise spike if "
+        "such losses are normal here.",
     ),
     "gradient_spike": (
         "the gradient norm of {norm:.4g} is a spike",
@@ -135,9 +126,7 @@ class StepRecord:
         step: ``trainer.global_step`` before the update.
         epoch: ``trainer.current_epoch``.
         optimizer: The optimizer's index; None for bad weights that were found between steps.
-        losses: One per backward pass, on their device.
-        batches: Index and contents of each batch since the last step. The contents are None unless
-            batches are saved.
+        losses: Batch index and loss of each backward pass. The losses are on their device.
         parameters: The parameters with a gradient.
         norms: The norms of their gradients.
         kind: The fault, if there is one.
@@ -149,8 +138,7 @@ class StepRecord:
     step: int
     epoch: int
     optimizer: int | None = None
-    losses: list[Tensor] = field(default_factory=list)
-    batches: list[tuple[int, Any]] = field(default_factory=list)
+    losses: list[tuple[int | None, Tensor]] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     norms: GradientNorms | None = None
     kind: Kind = "nonfinite_weight"
@@ -158,17 +146,13 @@ class StepRecord:
     loss: float | None = None
     norm: float | None = None
 
-    def bad_loss_index(self) -> int | None:
-        """Return the index of this rank's first non-finite loss, or None. Waits for the device."""
-        bad = (index for index, loss in enumerate(self.losses) if not math.isfinite(loss.item()))
-        return next(bad, None)
+    def bad_batch(self) -> int | None:
+        """Return the index of this rank's first batch with a non-finite loss, or None.
 
-    def batch(self) -> tuple[int | None, Any]:
-        """Return index and contents of the batch with the first bad loss, else of the last one."""
-        if not self.batches:
-            return None, None
-        bad = self.bad_loss_index() if len(self.losses) == len(self.batches) else None
-        return self.batches[-1 if bad is None else bad]
+        Waits for the device.
+        """
+        bad = (index for index, loss in self.losses if not math.isfinite(loss.item()))
+        return next(bad, None)
 
     def bad_parameters(self, names: Mapping[Tensor, str]) -> list[str]:
         """Return the names of parameters with bad gradients; for a spike the three largest."""
@@ -189,97 +173,39 @@ class StepRecord:
             rank: The rank of this process.
         """
         bad = damaged if self.kind == "nonfinite_weight" else self.bad_parameters(names)
+        bad_batch = self.bad_batch()
+        last_batch = self.losses[-1][0] if self.losses else None
         return {
             "step": self.step,
             "epoch": self.epoch,
-            "batch_idx": self.batch()[0],
+            "batch_idx": last_batch if bad_batch is None else bad_batch,
             "optimizer": self.optimizer,
             "kind": self.kind,
             "action": self.action,
             "loss": self.loss,
             "norm": self.norm,
-            "ranks": [] if self.bad_loss_index() is None else [rank],
+            "ranks": [] if bad_batch is None else [rank],
             "parameters": bad[:MAX_NAMES],
             "parameters_total": len(bad),
         }
 
 
-class EventLog:
-    """The newest :data:`MAX_EVENTS` events of a run.
+def merged_events(
+    trainer: pl.Trainer,
+    faults: Sequence[StepRecord],
+    names: Mapping[Tensor, str],
+    damaged: list[str],
+) -> list[Event]:
+    """Return the faults of all ranks as events, the same on every rank. All ranks must call this.
 
     Args:
-        save_batch: Whether to save faulty batches, at most :data:`MAX_SAVED_BATCHES` per rank.
-
-    Attributes:
-        folder: The folder for saved batches.
+        trainer: The Trainer.
+        faults: The faults of this rank. Each rank must pass the same number.
+        names: Names of the parameters.
+        damaged: Weights and buffers that are not finite.
     """
-
-    folder = Path("guard")
-
-    def __init__(self, save_batch: bool) -> None:
-        self.reset()
-        self.save_batch = save_batch
-
-    def reset(self) -> None:
-        """Remove all events."""
-        self.events: list[Event] = []
-        self.count = self._saved = 0
-
-    def record(
-        self,
-        trainer: pl.Trainer,
-        faults: Sequence[StepRecord],
-        names: Mapping[Tensor, str],
-        damaged: list[str],
-    ) -> list[Event]:
-        """Add faults as events, and return them. All ranks must call this.
-
-        All ranks get the same events, except for the file name of a saved batch.
-
-        Args:
-            trainer: The Trainer.
-            faults: The faults of this rank. Each rank must pass the same number.
-            names: Names of the parameters.
-            damaged: Weights and buffers that are not finite.
-        """
-        rank, groups = trainer.global_rank, step_groups(trainer)
-        own = [fault.event(names, damaged, rank) for fault in faults]
-        events = [_merge(of_ranks) for of_ranks in zip(*_gather(own, groups), strict=True)]
-        for event, fault in zip(events, faults, strict=True):
-            involved = not event["ranks"] or rank in event["ranks"]
-            room = self._saved < MAX_SAVED_BATCHES
-            if self.save_batch and fault.batches and involved and room:
-                self._saved += 1
-                batch = move_data_to_device(fault.batch()[1], torch.device("cpu"))
-                self.folder.mkdir(parents=True, exist_ok=True)
-                path = self.folder / f"step{event['step']}_rank{rank}.pt"
-                torch.save({"event": event, "batch": batch}, path)
-                event["batch_file"] = str(path)
-            self.events.append(event)
-            self.count += 1
-            is_first_rank = not groups or dist.get_rank(groups[0]) == 0
-            if is_first_rank and (self.count == 1 or event["action"] != "skip"):
-                response = RESPONSES[event["action"]]
-                _logger.warning("NonFiniteGuard: %s; %s.", describe(event), response)
-        del self.events[:-MAX_EVENTS]
-        return events
-
-    def report(self, title: str, notes: list[str], rows: int = 20) -> Report:
-        """Return the newest events as a table."""
-        shown = self.events[-rows:]
-        if self.count > len(shown):
-            notes = [f"The newest {len(shown)} of {self.count} events.", *notes]
-        table = [{**event, "parameters": _shorten(event["parameters"], 2)} for event in shown]
-        return Report(title, table, notes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the events, as plain types."""
-        return {"events": [dict(event) for event in self.events], "count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`."""
-        self.events = [dict(event) for event in state_dict["events"]]
-        self.count = state_dict["count"]
+    own = [fault.event(names, damaged, trainer.global_rank) for fault in faults]
+    return [_merge(of_ranks) for of_ranks in zip(*_gather(own, step_groups(trainer)), strict=True)]
 
 
 def _merge(of_ranks: Sequence[Event]) -> Event:
@@ -293,11 +219,12 @@ def describe(event: Event) -> str:
     """Return one sentence about an event."""
     where = f"at step {event['step']} (epoch {event['epoch']}, batch {event['batch_idx']}"
     where += f", rank {', '.join(map(str, event['ranks']))})" if event["ranks"] else ")"
-    names = _shorten(event["parameters"], 3)
+    names = shorten(event["parameters"], 3)
     fault = KINDS[event["kind"]][0].format(**event)
     return f"{where} {fault}" + (f" ({names})" if names else "")
 
 
-def _shorten(names: list[str], limit: int) -> str:
+def shorten(names: list[str], limit: int) -> str:
+    """Return the first ``limit`` names, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
-from lightning_opt.core.modules.sharding import step_groups
+from lightning_opt.core.modules.sharding import is_dtensor, step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
-from lightning_opt.gradients.guard.detector import Detection, Detector, LossRecorder, mean_loss
+from lightning_opt.gradients.guard.detector import Detection, Detector, mean_loss
 from lightning_opt.gradients.guard.escalation import (
     Escalation,
     Policy,
@@ -24,18 +25,22 @@ from lightning_opt.gradients.guard.escalation import (
 )
 from lightning_opt.gradients.guard.events import (
     KINDS,
+    MAX_EVENTS,
     RESPONSES,
     DamageDetector,
     Event,
-    EventLog,
     StepRecord,
     describe,
+    merged_events,
+    shorten,
 )
 from lightning_opt.gradients.guard.snapshot import BufferBackup, Snapshot
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_logger = logging.getLogger(__name__)
 
 MAX_RESTORES = 3
 """Most restores of the same snapshot. A run that needs more makes no progress."""
@@ -53,7 +58,7 @@ class NonFiniteGuard(GradientCallback):
 
     1. Every fault: the step is skipped.
     2. ``backoff_after`` faults: the learning rate is multiplied by ``lr_backoff`` during updates
-       only, so schedulers and loggers see the old one. It recovers over ``lr_recovery_steps``.
+       only, so schedulers and loggers see the old one. It recovers over 100 good steps.
     3. ``rollback_after`` faults, with ``policy="rollback"``: model, optimizers, schedulers and loss
        scaler are restored from a snapshot in host memory. The learning rate is reduced again. The
        data loader is not reset, so the batches before the rollback are not repeated.
@@ -97,10 +102,7 @@ class NonFiniteGuard(GradientCallback):
         backoff_after: Consecutive faults at which the learning rate is reduced.
         rollback_after: Consecutive faults at which the snapshot is restored, below
             ``max_consecutive``.
-        lr_recovery_steps: Good steps after which one reduction is undone.
         every_n_steps: Steps between logged values, at least 1.
-        save_batch: Whether to save up to five faulty batches per rank, as ``guard/*.pt`` in the
-            Trainer's log folder.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, or if
@@ -123,13 +125,11 @@ class NonFiniteGuard(GradientCallback):
         snapshot_every_n_steps: int = 100,
         backoff_after: int = 3,
         rollback_after: int = 6,
-        lr_recovery_steps: int = 100,
         every_n_steps: int = 50,
-        save_batch: bool = False,
     ) -> None:
         super().__init__()
         self.escalation = Escalation(
-            policy, backoff_after, rollback_after, max_consecutive, lr_backoff, lr_recovery_steps
+            policy, backoff_after, rollback_after, max_consecutive, lr_backoff
         )
         self.spike = None if spike is None else check_positive("spike", spike)
         check_at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
@@ -137,24 +137,9 @@ class NonFiniteGuard(GradientCallback):
         self._schedule = Schedule(every_n_steps)
         # Spikes count as the usual level only if they go on after the rollback.
         self._detector = Detector(self.spike, patience=rollback_after + 3)
-        self._log = EventLog(save_batch)
         self._steps = 0
         self._controls: list[UpdateControl] = []
-        self._reset_run(None, [])
-
-    def _reset_run(self, buffers: BufferBackup | None, optimizers: list[Optimizer]) -> None:
-        self._losses = LossRecorder(optimizers)
-        self._batches: list[tuple[int, Any]] = []
-        self._faults: list[StepRecord] = []
-        self._delayed: DelayedReads[tuple[Detection, StepRecord]] = DelayedReads()
-        self._stepped = self._log_due = False
-        self._good_batches = self._restores = 0
-        self._damage = DamageDetector()
-        self._snapshot = Snapshot()
-        self._buffers = buffers
-
-    @property
-    def events(self) -> list[Event]:
+        self.events: list[Event] = []
         """The newest 1000 faults, oldest first, each a plain ``dict``.
 
         ``step`` is ``trainer.global_step`` before the skipped update. ``batch_idx`` is the batch
@@ -163,7 +148,19 @@ class NonFiniteGuard(GradientCallback):
         tensors: those with bad gradients, for a spike those with the three largest gradients, for
         ``nonfinite_weight`` the non-finite weights and buffers.
         """
-        return self._log.events
+        self._reset_run(None)
+
+    def _reset_run(self, buffers: BufferBackup | None) -> None:
+        # Batch index and loss of each backward pass since the last batch with a step.
+        self._losses: list[tuple[int | None, Tensor]] = []
+        self._batch_idx: int | None = None
+        self._faults: list[StepRecord] = []
+        self._delayed: DelayedReads[tuple[Detection, StepRecord]] = DelayedReads()
+        self._stepped = self._log_due = False
+        self._good_batches = self._restores = 0
+        self._damage = DamageDetector()
+        self._snapshot = Snapshot()
+        self._buffers = buffers
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise if a callback before this one clips gradients."""
@@ -179,8 +176,7 @@ class NonFiniteGuard(GradientCallback):
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Reset counts, history and events."""
         self.escalation.reset()
-        self._steps = 0
-        self._log.reset()
+        self._steps, self.events = 0, []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the parameters and add hooks to the optimizers."""
@@ -189,9 +185,7 @@ class NonFiniteGuard(GradientCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the buffers and take the first snapshot, after a checkpoint has been loaded."""
-        self._reset_run(BufferBackup(pl_module), trainer.optimizers)
-        # `log_dir` is a collective, so all ranks must read it together, before any fault.
-        self._log.folder = Path(trainer.log_dir or trainer.default_root_dir) / "guard"
+        self._reset_run(BufferBackup(pl_module))
         if self.escalation.policy == "rollback":
             self._respond(trainer, pl_module)
         else:
@@ -200,26 +194,24 @@ class NonFiniteGuard(GradientCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record the batch."""
-        self._batches.append((batch_idx, batch if self._log.save_batch else None))
+        """Record the batch's index."""
+        self._batch_idx = batch_idx
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Record the loss of each micro-batch. It stays on its device."""
-        self._losses.before_backward(loss)
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Assign the loss to each optimizer whose gradients it changed."""
-        self._losses.after_backward()
+        """Record the loss of each backward pass. It stays on its device."""
+        loss = loss.detach()
+        if is_dtensor(loss):
+            loss = loss.full_tensor()  # type: ignore[attr-defined]
+        self._losses.append((self._batch_idx, loss if loss.ndim == 0 else loss.sum()))
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Decide whether to skip this update."""
         index, step = self.measure(trainer, optimizer)
-        losses = self._losses.take(index)
-        batches, self._batches = self._batches, self._batches[-1:]
+        losses = list(self._losses)
         groups = step_groups(trainer)
         if not losses and not step.gradients.tensors and not groups:
             return  # `training_step` returned None
@@ -228,7 +220,7 @@ class NonFiniteGuard(GradientCallback):
         scale = loss_scale(trainer)
         known_scale = scale.item() if on_host and scale is not None else scale  # on a CPU
         detection = self._detector.detect(
-            mean_loss(trainer, losses, known_scale, read=on_host),
+            mean_loss(trainer, [loss for _, loss in losses], known_scale, read=on_host),
             step.norms.total,
             state["history"],
             loss_scale=known_scale,
@@ -240,7 +232,7 @@ class NonFiniteGuard(GradientCallback):
             detection = detection.on_host(float(detection.code))
         parameters, norms = step.gradients.parameters, step.norms
         where = (trainer.global_step, trainer.current_epoch, index)
-        record = StepRecord(*where, losses, batches, parameters, norms)
+        record = StepRecord(*where, losses, parameters, norms)
         if deferred:
             assert isinstance(detection.code, Tensor)
             self.barriers[index] = detection.barrier
@@ -264,7 +256,7 @@ class NonFiniteGuard(GradientCallback):
             return
         self._stepped = False
         log_due, self._log_due = self._log_due, False
-        self._batches = []
+        self._losses = []
         self.withheld.clear()
         self.barriers.clear()
         for control in self._controls:
@@ -329,7 +321,15 @@ class NonFiniteGuard(GradientCallback):
             self._delayed.clear()  # pending codes belong to the replaced weights
             self._buffers = BufferBackup(pl_module)
         log_scalars(trainer, self.escalation.scalars())
-        events = self._log.record(trainer, faults, self.names, damaged)
+        events = merged_events(trainer, faults, self.names, damaged)
+        groups = step_groups(trainer)
+        is_first_rank = not groups or dist.get_rank(groups[0]) == 0
+        for event in events:
+            if is_first_rank and (not self.events or event["action"] != "skip"):
+                response = RESPONSES[event["action"]]
+                _logger.warning("NonFiniteGuard: %s; %s.", describe(event), response)
+            self.events.append(event)
+        del self.events[:-MAX_EVENTS]
         if worst.action == "raise":
             raise FloatingPointError(self._explain(events[faults.index(worst)]))
 
@@ -360,12 +360,12 @@ class NonFiniteGuard(GradientCallback):
         if not self.events:
             finding = f"NonFiniteGuard found no faults in {self._steps} steps."
             return [Verdict("stability", "ok", finding)]
-        newest = self.events[-1]
+        newest, skipped = self.events[-1], self.escalation.scalars()["guard/skipped"]
         finding = (
-            f"NonFiniteGuard found {self._log.count} faults in {self._steps} steps, the newest "
+            f"NonFiniteGuard skipped {skipped:.0f} of {self._steps} steps. The newest fault is "
             f"{newest['kind']} at step {newest['step']}."
         )
-        share = min(1.0, self._log.count / self._steps)
+        share = min(1.0, skipped / self._steps)
         return [Verdict("stability", "look", finding, KINDS[newest["kind"]][1], gain=share)]
 
     def report(self) -> Report:
@@ -373,7 +373,13 @@ class NonFiniteGuard(GradientCallback):
         scalars = self.escalation.scalars()
         counts = ", ".join(f"{key[6:]} {value:g}" for key, value in scalars.items())
         title = f"NonFiniteGuard(policy={self.escalation.policy!r})"
-        return self._log.report(title, [f"After {self._steps} steps: {counts}."])
+        rows = [
+            {**event, "parameters": shorten(event["parameters"], 2)} for event in self.events[-20:]
+        ]
+        notes = [f"After {self._steps} steps: {counts}."]
+        if len(self.events) > len(rows):
+            notes.insert(0, f"The newest {len(rows)} of {len(self.events)} events.")
+        return Report(title, rows, notes)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Undo all changes to the optimizers and drop references to the model."""
@@ -381,7 +387,7 @@ class NonFiniteGuard(GradientCallback):
         for control in self._controls:
             control.release()
         self._controls = []
-        self._reset_run(None, [])
+        self._reset_run(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts, learning rate scales, histories and events, as plain types."""
@@ -389,11 +395,11 @@ class NonFiniteGuard(GradientCallback):
         return {
             "escalation": self.escalation.state_dict(),
             "steps": self._steps,
-            "log": self._log.state_dict(),
+            "events": [dict(event) for event in self.events],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
         self.escalation.load_state_dict(state_dict["escalation"])
         self._steps = state_dict["steps"]
-        self._log.load_state_dict(state_dict["log"])
+        self.events = [dict(event) for event in state_dict["events"]]

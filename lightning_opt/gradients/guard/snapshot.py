@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_opt.core.modules.sharding import CustomExchange, is_dtensor, local_part
 from lightning_opt.core.numerics.norms import by_kind
@@ -147,17 +148,17 @@ def copy_to_host(value: Any) -> Any:
 
     Copies from CUDA are asynchronous.
     """
-    if isinstance(value, Tensor):
-        local = local_part(value.detach())
-        if local.ndim == 0:
-            return local.clone()  # keep step counts on the optimizer's device
-        copied = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-        return copied.copy_(local, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: copy_to_host(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(copy_to_host, value))
-    return copy.deepcopy(value)
+    return tree_map(_leaf_to_host, value)
+
+
+def _leaf_to_host(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    local = local_part(leaf.detach())
+    if local.ndim == 0:
+        return local.clone()  # keep step counts on the optimizer's device
+    copied = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+    return copied.copy_(local, non_blocking=True)
 
 
 def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
@@ -169,34 +170,22 @@ def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
         like: Tensors that ``live`` lacks are created on the device of this tensor. If it is a
             DTensor, they get its placements.
     """
-    if isinstance(saved, Tensor):
-        if isinstance(live, Tensor):
-            local = local_part(live.detach())
-            if local.shape == saved.shape and local.dtype == saved.dtype:
-                local.copy_(saved, non_blocking=True)
-                return live
-        return _rebuild(saved, like)
-    if isinstance(saved, dict):
-        now = live if isinstance(live, dict) else {}
-        restored = {key: copy_back(item, now.get(key), like) for key, item in saved.items()}
-        now.clear()  # keep the same dict, which may be shared
-        now.update(restored)
-        return now
-    if type(saved) in (list, tuple):
-        matches = isinstance(live, (list, tuple)) and len(live) == len(saved)
-        pairs = zip(saved, live if matches else [None] * len(saved), strict=True)
-        return type(saved)(copy_back(item, current, like) for item, current in pairs)
-    return copy.deepcopy(saved)
+    leaves, structure = tree_flatten(saved)
+    live_leaves, live_structure = tree_flatten(live)
+    if live_structure != structure:
+        live_leaves = [None] * len(leaves)
+    pairs = zip(leaves, live_leaves, strict=True)
+    return tree_unflatten([_leaf_back(leaf, now, like) for leaf, now in pairs], structure)
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _rebuild(saved: Tensor, like: Tensor | None) -> Tensor:
+def _leaf_back(saved: Any, live: Any, like: Tensor | None) -> Any:
+    if not isinstance(saved, Tensor):
+        return copy.deepcopy(saved)
+    if isinstance(live, Tensor):
+        local = local_part(live.detach())
+        if local.shape == saved.shape and local.dtype == saved.dtype:
+            local.copy_(saved, non_blocking=True)
+            return live
     if like is None or saved.ndim == 0:
         return saved.clone()
     if not is_dtensor(like):
@@ -204,6 +193,13 @@ def _rebuild(saved: Tensor, like: Tensor | None) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(saved.to(like.device), like.device_mesh, like.placements)  # type: ignore[attr-defined]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _wait(tensors: Iterable[Tensor]) -> None:

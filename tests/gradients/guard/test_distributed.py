@@ -1,7 +1,6 @@
 """All ranks respond to a fault of one rank: real processes over gloo."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,15 +188,3 @@ def test_every_micro_batch_of_every_rank_counts() -> None:
 
 def accumulate(faults: dict[int, str], rank: int | None, leave_out: Any) -> Result:
     return train("ddp", faults, rank, {}, leave_out, accumulate_grad_batches=3)
-
-
-def record(folder: Path) -> list[str]:
-    settings = {"save_batch": True}
-    train("ddp", {5: "nan"}, 1, settings, default_root_dir=folder)
-    return sorted(path.name for path in folder.rglob("*") if path.is_file())
-
-
-def test_only_the_rank_with_the_bad_loss_saves_its_batch(tmp_path: Path) -> None:
-    launch(record, tmp_path)
-    files = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
-    assert files == ["step5_rank1.pt"]

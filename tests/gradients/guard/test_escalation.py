@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import lightning_opt as lo
+from lightning_opt.gradients.guard import escalation as escalation_module
 from lightning_opt.gradients.guard.escalation import Escalation
 from lightning_opt.gradients.guard.events import nonfinite_names
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
@@ -56,8 +57,9 @@ class TestEscalation:
         assert responses("skip", 4, lr_backoff=1.0) == ["skip"] * 4
         assert responses("skip", 2, max_consecutive=2) == ["skip", "raise"]
 
-    def test_learning_rate_recovers_within_lr_recovery_steps(self) -> None:
-        escalation = Escalation(lr_recovery_steps=20)
+    def test_learning_rate_recovers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(escalation_module, "RECOVERY_STEPS", 20)
+        escalation = Escalation()
         for _ in range(3):
             escalation.record_fault(0)
         scales = []
@@ -99,7 +101,10 @@ class TestReducedLearningRate:
 
     @pytest.mark.parametrize("tensor", [False, True])
     @pytest.mark.parametrize("scaler", [False, True])
-    def test_scale_multiplies_the_schedule(self, scaler: bool, tensor: bool) -> None:
+    def test_scale_multiplies_the_schedule(
+        self, scaler: bool, tensor: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(escalation_module, "RECOVERY_STEPS", 4)
         seen: list[float] = []
 
         class Net(FaultyNet):
@@ -117,7 +122,7 @@ class TestReducedLearningRate:
         if scaler:
             grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
             settings["plugins"] = MixedPrecision("16-mixed", "cpu", grad_scaler)
-        guard = lo.NonFiniteGuard(lr_recovery_steps=4)
+        guard = lo.NonFiniteGuard()
         model = Net(in_a_row(5, 8), batches=16)
         fit(model, guard, Reader(), **settings)
         assert seen == pytest.approx([0.01 * 0.9 ** (step + 1) for step in range(16)], rel=1e-5)
@@ -181,8 +186,11 @@ class TestRollback:
         assert plugins.scaler.get_scale() == 64.0  # six faults had halved it six times
         assert plugins.scaler._get_growth_tracker() == 10 + 9
 
-    def test_rollback_reduces_the_learning_rate_again(self) -> None:
-        guard = lo.NonFiniteGuard("rollback", lr_recovery_steps=10**6)
+    def test_rollback_reduces_the_learning_rate_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(escalation_module, "RECOVERY_STEPS", 10**6)
+        guard = lo.NonFiniteGuard("rollback")
         fit(scheduled(in_a_row(4, 10)), guard)
         assert "lr_scale 0.25" in guard.report().notes[-1]
 
@@ -277,7 +285,13 @@ class TestStop:
         with pytest.raises(FloatingPointError, match="Faults in a row: 5") as stopped:
             fit(model, guard)
         message = str(stopped.value)
-        for part in ("policy='skip'", "batch 7", "encoder.weight", "skipped: 5 of 8", "save_batch"):
+        for part in (
+            "policy='skip'",
+            "batch 7",
+            "encoder.weight",
+            "skipped: 5 of 8",
+            "wrong labels",
+        ):
             assert part in message
         assert_same_weights(model, fit(FaultyNet({}, leave_out=range(3, 12))))
 
