@@ -51,12 +51,12 @@ SETTINGS: dict[str, list[Settings]] = {
     "ChannelsLast": [{"policy": "always"}],
     "DynamicBatchSize": [{"budget_mb": 1e6, "max_size": 6, "scale_lr": "sqrt"}],
     "DataMonitor": [{"every_n_steps": 2, "threshold": 0.0, "patience": 1}],
-    "DataPipelineTuner": [{"max_workers": 1, "random_items": "refuse", "verbose": False}],
+    "DataPipelineTuner": [{"max_workers": 1, "verbose": False}],
     "GarbageCollection": [{"every_n_steps": 5}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True}],
     "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],
     "MemoryCleanup": [
-        {"threshold": 0.001, "release": 0.0, "cooldown_steps": 0, "every_n_steps": 3},
+        {"threshold": 0.001, "release": 0.0, "every_n_steps": 3},
         {"threshold": 0.01, "release": 0.0, "actions": ["malloc_trim"], "every_n_steps": 1},
     ],
     "MemoryProfiler": [

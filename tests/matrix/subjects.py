@@ -29,7 +29,7 @@ INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
 TO_ACT: dict[str, Settings] = {
     "ActivationCheckpointing": {"budget": 0.6, "strict": False},
     "AdaptiveClipping": {"rule": "fixed_norm"},
-    "MemoryCleanup": {"threshold": 0.02, "release": 0.01, "cooldown_steps": 1},
+    "MemoryCleanup": {"threshold": 0.02, "release": 0.01},
 }
 """Settings for the matrix only, where the defaults would find nothing to do."""
 

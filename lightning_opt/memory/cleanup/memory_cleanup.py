@@ -5,22 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from lightning_opt.core.arguments import check_at_least, check_between
+from lightning_opt.core.arguments import check_between
 from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
     Usage,
     live_bytes,
     malloc_trim,
-    resident_memory,
 )
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_over, step_groups
@@ -42,81 +40,46 @@ MAX_FAILURES = 3
 """Maximum number of consecutive failed cleanups; then cleaning stops."""
 
 
-@dataclass
 class Pressure:
     """Decides when to clean, for one memory limit.
 
-    Levels are shares of the limit. After a failed cleanup, the next level is halfway between the
-    current use and 1; after three consecutive failures there are no more cleanups. When use falls
-    below ``release``, the level and the failures are reset.
+    Levels are shares of the limit. After a cleanup, the next level is halfway between the current
+    use and 1; after three consecutive cleanups that free almost nothing, there are no more. When
+    use falls below ``release``, the level and the failures are reset.
     """
 
-    threshold: float
-    release: float
-    cooldown: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, threshold: float, release: float) -> None:
+        self._threshold, self._release = threshold, release
         self._reset()
-        self._last = -math.inf
 
     def _reset(self) -> None:
-        self._level = self.threshold
+        self.level = self._threshold
         self._failures = 0
 
-    def level(self, step: int) -> float:
-        cooldown_over = step - self._last >= self.cooldown
-        return self._level if cooldown_over else max(self._level, (1 + self.threshold) / 2)
-
-    def is_high(self, step: int, fraction: float) -> bool:
-        if fraction < self.release:
+    def is_high(self, fraction: float) -> bool:
+        if fraction < self._release:
             self._reset()
-        return fraction >= self.level(step)
+        return fraction >= self.level
 
-    def record_cleanup(self, step: int, fraction: float, freed: float) -> bool:
+    def record_cleanup(self, fraction: float, freed: float) -> bool:
         """Record a cleanup that freed the share ``freed``, and return whether it succeeded."""
-        self._last = step
-        if freed >= MIN_GAIN_SHARE * (self.threshold - self.release) or fraction < self.release:
+        if fraction < self._release:
             self._reset()
             return True
-        self._failures += 1
-        self._level = fraction + (1 - fraction) / 2 if self._failures < MAX_FAILURES else math.inf
-        return False
+        is_useful = freed >= MIN_GAIN_SHARE * (self._threshold - self._release)
+        self._failures = 0 if is_useful else self._failures + 1
+        self.level = (fraction + 1) / 2 if self._failures < MAX_FAILURES else math.inf
+        return is_useful
 
 
-@dataclass(frozen=True)
-class Effect:
-    """Bytes freed by one action, measured by the counter that the action should lower."""
-
-    action: Action
-    freed: int
-    seconds: float
-
-
-def _tensor_bytes(device: torch.device) -> int:
-    host = live_bytes(torch.device("cpu"))
-    return host + (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
-
-
-_ACTIONS: Mapping[Action, tuple[Callable[[], object], Callable[[torch.device], int]]] = {
-    "gc": (gc.collect, _tensor_bytes),
-    "cuda_cache": (torch.cuda.empty_cache, lambda device: torch.cuda.memory_reserved(device)),
-    "malloc_trim": (malloc_trim, lambda device: resident_memory()),
+_ACTIONS: Mapping[Action, Callable[[], object]] = {
+    "gc": gc.collect,
+    "cuda_cache": torch.cuda.empty_cache,  # has no effect before CUDA is used
+    "malloc_trim": malloc_trim,
 }
 
 ACTIONS = tuple(_ACTIONS)
 """In the order of execution: each action can return memory that the previous one freed."""
-
-
-def clean(actions: Collection[Action], device: torch.device) -> list[Effect]:
-    """Run the actions that apply to ``device``, in the order of :data:`ACTIONS`."""
-    effects = []
-    for action, (perform, counter) in _ACTIONS.items():
-        if action in actions and (action != "cuda_cache" or device.type == "cuda"):
-            start, before = perf_counter(), counter(device)
-            perform()
-            freed = before - counter(device)
-            effects.append(Effect(action, freed, perf_counter() - start))
-    return effects
 
 
 ADVICE = (
@@ -135,9 +98,10 @@ class MemoryCleanup(RunCallback):
 
     Each limit is watched separately: the device, the machine, the container's control group,
     ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used; the cache of the CUDA
-    allocator does not, because the next step uses it. Every cleanup is measured. If it frees almost
-    nothing, the next one starts at a higher use, and one warning suggests other ways to save
-    memory. After three such cleanups in a row, cleaning stops until use falls below ``release``.
+    allocator does not, because the next step uses it. Every cleanup is measured. If use stays above
+    ``release``, the next one starts at a higher use. If a cleanup frees almost nothing, one warning
+    suggests other ways to save memory; after three such cleanups in a row, cleaning stops until use
+    falls below ``release``.
 
     Use is read every ``every_n_steps`` batches. Several ranks agree in one all-reduce: either all
     ranks clean up or none. On an accelerator they read the result at the next reading, so no host
@@ -153,14 +117,12 @@ class MemoryCleanup(RunCallback):
     ========================== ================================================================
 
     ``events`` has the newest 1000 cleanups, oldest first, each a plain ``dict``: ``step``;
-    ``source``, the fullest limit; its used share ``before`` and ``after``; ``freed_mb`` and
-    ``seconds`` of each action; and whether it was ``useful``.
+    ``limit``, the fullest limit; its used share ``before`` and ``after``; ``freed_mb``;
+    ``seconds``; and whether it was ``useful``.
 
     Args:
         threshold: Share of a limit from which to clean, above ``release`` and below 1.
         release: Share below which memory is no longer low.
-        cooldown_steps: Steps after a cleanup during which the next one starts only if half of the
-            memory above the threshold is used.
         actions: Any of ``"gc"`` (collect reference cycles), ``"cuda_cache"`` (empty the cache of
             the CUDA allocator) and ``"malloc_trim"`` (return free pages of the C library's heap to
             the system).
@@ -181,7 +143,6 @@ class MemoryCleanup(RunCallback):
         self,
         threshold: float = 0.8,
         release: float = 0.7,
-        cooldown_steps: int = 50,
         actions: Sequence[Action] = ACTIONS,
         every_n_steps: int = 5,
     ) -> None:
@@ -196,7 +157,6 @@ class MemoryCleanup(RunCallback):
         if unknown or not actions or isinstance(actions, str):
             raise ValueError(f"actions must be some of {list(ACTIONS)}, got {actions!r}.")
         self.threshold, self.release_below = threshold, release
-        self.cooldown_steps = check_at_least("cooldown_steps", cooldown_steps, 0)
         self.actions = list(actions)
         self._schedule = Schedule(every_n_steps)
         self._limits: MemoryLimits | None = None
@@ -245,9 +205,9 @@ class MemoryCleanup(RunCallback):
         usages, high = self._limits.read(), []
         for usage in usages:
             pressure = self._pressures.setdefault(
-                usage.source, Pressure(self.threshold, self.release_below, self.cooldown_steps)
+                usage.source, Pressure(self.threshold, self.release_below)
             )
-            if pressure.is_high(self._steps, usage.fraction):
+            if pressure.is_high(usage.fraction):
                 high.append(usage)
         return usages, high
 
@@ -273,19 +233,25 @@ class MemoryCleanup(RunCallback):
     def _clean(self, trainer: pl.Trainer, high: Sequence[Usage]) -> None:
         """Clean, and record for each limit in ``high`` whether it succeeded."""
         assert self._limits is not None
-        effects = clean(self.actions, self._limits.device)
+        start, allocated = perf_counter(), live_bytes(torch.device("cpu"))
+        for action, perform in _ACTIONS.items():
+            if action in self.actions:
+                perform()
+        seconds, allocated = perf_counter() - start, allocated - live_bytes(torch.device("cpu"))
         after = {usage.source: usage for usage in self._limits.read()}
         worst = max(high, key=lambda usage: usage.fraction)
-        useful = False
+        freed, useful = 0.0, False
         for usage in high:
             now = after.get(usage.source, usage)
-            gained = _gain(usage, now, effects)
+            # Resident memory does not fall while the heap keeps what was freed.
+            in_heap = 0 if usage.source.startswith("cuda") else allocated
+            gained = max(0, usage.used - now.used, in_heap)
             if usage is worst:
-                self._freed += gained / MB
+                freed = gained / MB
             pressure = self._pressures[usage.source]
-            if usage.fraction < pressure.level(self._steps):
+            if usage.fraction < pressure.level:
                 continue  # only another rank needs the cleanup
-            if pressure.record_cleanup(self._steps, now.fraction, gained / usage.total):
+            if pressure.record_cleanup(now.fraction, gained / usage.total):
                 useful = True
             elif usage.source not in self._advised:
                 self._advised.add(usage.source)
@@ -296,14 +262,15 @@ class MemoryCleanup(RunCallback):
                     gained / MB, now.used / MB, now.source, 100 * now.fraction, ADVICE,
                 )  # fmt: skip
         self._cleanups += 1
-        self._seconds += sum(effect.seconds for effect in effects)
+        self._freed += freed
+        self._seconds += seconds
         event = {
             "step": trainer.global_step,
-            "source": worst.source,
+            "limit": worst.source,
             "before": worst.fraction,
             "after": after.get(worst.source, worst).fraction,
-            "freed_mb": {effect.action: effect.freed / MB for effect in effects},
-            "seconds": {effect.action: effect.seconds for effect in effects},
+            "freed_mb": freed,
+            "seconds": seconds,
             "useful": useful,
         }
         self.events = [*self.events, event][-MAX_EVENTS:]
@@ -320,23 +287,11 @@ class MemoryCleanup(RunCallback):
 
     def report(self) -> Report:
         """Return one row per cleanup, with their totals below."""
-        rows = [
-            {
-                "step": event["step"],
-                "limit": event["source"],
-                "before": event["before"],
-                "after": event["after"],
-                **{f"{action} MB": mb for action, mb in event["freed_mb"].items()},
-                "seconds": sum(event["seconds"].values()),
-                "useful": event["useful"],
-            }
-            for event in self.events
-        ]
         note = (
             f"{self._cleanups} cleanups in {self._steps} steps freed {self._freed:,.0f} MB in "
             f"{self._seconds:.3g} s."
         )
-        return Report(f"MemoryCleanup(threshold={self.threshold})", rows, [note])
+        return Report(f"MemoryCleanup(threshold={self.threshold})", self.events, [note])
 
     def release(self, trainer: pl.Trainer) -> None:
         """Stop watching."""
@@ -346,14 +301,3 @@ class MemoryCleanup(RunCallback):
 
 def _largest(usages: Sequence[Usage]) -> float:
     return max((usage.fraction for usage in usages), default=0.0)
-
-
-def _gain(before: Usage, after: Usage, effects: Sequence[Effect]) -> int:
-    """Return the bytes that a cleanup freed under one limit.
-
-    Resident memory does not fall while the heap keeps freed memory, so for host memory the bytes
-    that garbage collection freed within the heap count too.
-    """
-    freed_in_heap = max((e.freed for e in effects if e.action == "gc"), default=0)
-    counted = freed_in_heap if not before.source.startswith("cuda") else 0
-    return max(0, before.used - after.used, counted)

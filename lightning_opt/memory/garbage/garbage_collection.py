@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -21,8 +20,9 @@ class GarbageCollection(RunCallback):
     Python collects whenever enough objects have been created, and a full collection visits every
     object. With torch and Lightning imported, a full collection takes a fifth of a second. It runs
     at a different step on every rank, so in a distributed run all ranks wait for each rank in turn.
-    This callback collects at the same step on all ranks, and freezes existing objects, so later
-    collections skip them. Everything is restored when training ends or fails.
+    This callback collects at the same step on all ranks. When training starts, and after the first
+    scheduled collection, it freezes all objects, so later collections skip them; if objects are
+    frozen already, it freezes none. Everything is restored when training ends or fails.
 
     Objects in reference cycles live until the next collection. If they hold tensors, collect more
     often, or add :class:`~lightning_opt.MemoryCleanup`, which collects when memory runs short.
@@ -36,9 +36,6 @@ class GarbageCollection(RunCallback):
 
     Args:
         every_n_steps: Number of training and validation batches between collections, at least 1.
-        freeze: Freeze all objects when training starts, and again after the first scheduled
-            collection, to include optimizer state and compiled code. No effect if objects are
-            frozen already.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` for a second instance.
@@ -56,32 +53,24 @@ class GarbageCollection(RunCallback):
 
     only_one = True
 
-    def __init__(self, every_n_steps: int = 100, freeze: bool = True) -> None:
+    def __init__(self, every_n_steps: int = 100) -> None:
         self._schedule = Schedule(every_n_steps)
-        self.freeze = freeze
         self._batches = 0
-        self._pauses: list[float] = []
         self._running = self._frozen = self._was_enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Turn off automatic collection, collect, and freeze."""
         self.release(trainer)
-        self._batches, self._pauses = 0, []
+        self._batches = 0
         self._was_enabled, self._running = gc.isenabled(), True
         gc.disable()
-        self._collect()
+        gc.collect()
         self._freeze()
 
     def _freeze(self) -> None:
-        if self.freeze and (self._frozen or gc.get_freeze_count() == 0):
+        if self._frozen or gc.get_freeze_count() == 0:
             gc.freeze()
             self._frozen = True
-
-    def _collect(self) -> int:
-        start = perf_counter()
-        collected = gc.collect()
-        self._pauses.append(perf_counter() - start)
-        return collected
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
@@ -100,34 +89,12 @@ class GarbageCollection(RunCallback):
         self._batches += 1
         if not self._schedule.is_due(self._batches):
             return
-        collected = self._collect()
+        start = perf_counter()
+        collected = gc.collect()
+        pause = perf_counter() - start
         if self._batches == self._schedule.every_n_steps:
             self._freeze()
-        log_scalars(
-            trainer, {"gc/pause_ms": 1e3 * self._pauses[-1], "gc/collected": float(collected)}
-        )
-
-    def report(self) -> Report:
-        """Return the duration of collections, before freezing and on the schedule."""
-        phases = {"before freezing": self._pauses[:1], "on the schedule": self._pauses[1:]}
-        rows = [
-            {
-                "collections": name,
-                "count": len(pauses),
-                "mean ms": 1e3 * sum(pauses) / len(pauses),
-                "longest ms": 1e3 * max(pauses),
-            }
-            for name, pauses in phases.items()
-            if pauses
-        ]
-        return Report(
-            f"GarbageCollection(every_n_steps={self._schedule.every_n_steps})",
-            rows,
-            [
-                f"{self._batches} batches. Without it, Python's own full collections take as long "
-                "as the one before freezing, at a different step on every rank."
-            ],
-        )
+        log_scalars(trainer, {"gc/pause_ms": 1e3 * pause, "gc/collected": float(collected)})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Unfreeze, and restore automatic collection."""

@@ -80,10 +80,12 @@ def train(callback: lo.GarbageCollection, batches: int = 12, **settings: Any) ->
 
 
 def test_collections_happen_only_on_schedule():
-    spy = train(lo.GarbageCollection(every_n_steps=4))
+    logger = MemoryLogger()
+    spy = train(lo.GarbageCollection(every_n_steps=4), logger=logger)
     assert not any(spy.enabled)
     assert spy.collections == [(4, 2), (8, 2), (12, 2)]
     assert spy.alive == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert min(logger.series("gc/collected")) >= 4  # nodes
 
 
 def test_objects_are_frozen_at_the_start_and_after_the_first_collection(nothing_frozen):
@@ -95,11 +97,6 @@ def test_objects_are_frozen_at_the_start_and_after_the_first_collection(nothing_
     assert max(after) - min(after) < 100
     assert min(after) > max(before)
     assert gc.get_freeze_count() == 0
-
-
-def test_without_freeze_nothing_is_frozen(nothing_frozen):
-    spy = train(lo.GarbageCollection(every_n_steps=12, freeze=False))
-    assert set(spy.frozen) == {0}
 
 
 def test_disabled_collection_and_frozen_objects_stay_so():
@@ -139,19 +136,6 @@ def test_validation_batches_count_but_not_in_the_sanity_check():
         callbacks=[garbage, Note()], logger=logger, num_sanity_val_steps=2, val_check_interval=6
     ).fit(SmallNet())  # 6 + 2 batches, twice
     assert at == [(True, 0), (True, 0), (False, 1), (False, 1), (False, 2), (False, 2)]
-
-
-def test_report_compares_collections_before_freezing_and_on_schedule():
-    logger = MemoryLogger()
-    garbage = lo.GarbageCollection(every_n_steps=5)
-    train(garbage, batches=20, logger=logger)
-    before, scheduled = garbage.report().rows
-    pauses = logger.series("gc/pause_ms")
-    assert (before["count"], scheduled["count"]) == (1, len(pauses)) == (1, 4)
-    assert scheduled["longest ms"] == pytest.approx(max(pauses))
-    assert scheduled["mean ms"] == pytest.approx(sum(pauses) / 4)
-    # Five nodes each.
-    assert min(logger.series("gc/collected")) >= 5
 
 
 def collect_on_two_ranks() -> list[tuple[int, int]]:
