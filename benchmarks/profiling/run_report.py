@@ -45,7 +45,7 @@ def train(model: L.LightningModule, data: Any, folder: Path, steps: int, **setti
         lo.RunReport(),
         lo.GradientHealth(every_n_steps=every),
         lo.DataMonitor(every_n_steps=every),
-        lo.MemoryProfiler(every_n_steps=every, file=None),
+        lo.MemoryProfiler(every_n_steps=every),
         *settings.pop("callbacks", []),
     ]
     L.Trainer(

@@ -69,7 +69,7 @@ def main() -> None:
         watching = [
             lo.GradientHealth(every_n_steps=2),
             lo.AdaptiveClipping(every_n_steps=2),
-            lo.MemoryProfiler(every_n_steps=2, file=None),
+            lo.MemoryProfiler(every_n_steps=2),
             lo.RunReport(),
         ]
         profiler = lo.StepProfiler(log_every_n_steps=2, flops=False, print_table=False)

@@ -173,8 +173,6 @@ def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
 HOST = -1
 """Pseudo-phase: the device is in no phase, because the current phase runs only on the host."""
 
-_END_OF_STEP = -2
-
 
 class DeviceClock:
     """Times phases on a CUDA device without making the host wait.
@@ -191,7 +189,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.durations: dict[int, Durations] = {}
-        self._unread: deque[tuple[Any, int]] = deque()
+        self._unread: deque[tuple[Any, int] | None] = deque()  # None ends a step
         self._last_read: tuple[Any, int] | None = None
         self._unused_events: list[Any] = []
         self._phase = HOST
@@ -204,32 +202,24 @@ class DeviceClock:
             self._phase = phase
             self._record_event()
 
-    def _record_event(self) -> None:
+    def _record_event(self) -> Any:
         unused = self._unused_events
         event = unused.pop() if unused else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._unread.append((event, self._phase))
-
-    def move(self, source: int, target: int) -> None:
-        """Assign the current step's time in phase ``source`` to phase ``target``."""
-        for place in reversed(range(len(self._unread))):
-            event, phase = self._unread[place]
-            if phase == _END_OF_STEP:
-                return
-            if phase == source:
-                self._unread[place] = event, target
+        return event
 
     def end_step(self) -> None:
         """End a step, and read all events that the device has passed."""
-        self._unread.append((None, _END_OF_STEP))
+        self._unread.append(None)
         while self._unread:
-            event, phase = self._unread[0]
-            if event is None:
+            entry = self._unread[0]
+            if entry is None:
                 for key, value in self._seconds.items():
                     self.durations.setdefault(key, Durations()).add(value)
                 self._seconds = {}
-            elif event.query():
-                self._end_interval(event, phase)
+            elif entry[0].query():
+                self._end_interval(*entry)
             else:
                 return
             self._unread.popleft()
@@ -246,8 +236,7 @@ class DeviceClock:
 
     def finish(self) -> None:
         """Wait for the device and read all events."""
-        self._record_event()
-        self._unread[-1][0].synchronize()
+        self._record_event().synchronize()
         self.end_step()
         self._unused_events = []
 
@@ -326,14 +315,6 @@ class PhaseClock:
         """Set the phase for time outside all other phases. Call it only while no phase is open."""
         self._add_elapsed()
         self.phase = phase
-
-    def move(self, source: int, target: int) -> None:
-        """Assign the current step's time in phase ``source`` to phase ``target``."""
-        self._add_elapsed()
-        self._seconds[target] += self._seconds[source]
-        self._seconds[source] = 0.0
-        if self.device is not None:
-            self.device.move(source, target)
 
     def _add_elapsed(self) -> None:
         now = perf_counter()

@@ -8,13 +8,7 @@ from typing import Any
 from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.durations import Durations, Work
 from lightning_opt.profiling.flops import Flops
-from lightning_opt.profiling.steps.phase_clock import (
-    CALLBACK,
-    HOST,
-    NOT_OF_A_STEP,
-    OTHER,
-    PhaseClock,
-)
+from lightning_opt.profiling.steps.phase_clock import CALLBACK, NOT_OF_A_STEP, PhaseClock
 
 
 @dataclass
@@ -69,24 +63,14 @@ class Measures:
         names = self.clock.phases.names
         return {names[phase]: d.total for phase, d in self.clock.durations.items()}
 
-    def split_step(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return total seconds by name: first of the phases of steps, second of the callbacks."""
+    def seconds_of_steps(self) -> dict[str, float]:
+        """Return the total seconds of each phase of a step, without callbacks."""
         names = self.clock.phases.names
-        own: dict[str, float] = {}
-        callbacks: dict[str, float] = {}
-        for phase, durations in self.clock.durations.items():
-            name = names[phase].removeprefix(CALLBACK)
-            if phase not in NOT_OF_A_STEP:
-                (own if name == names[phase] else callbacks)[name] = durations.total
-        return own, callbacks
-
-    @property
-    def accounted(self) -> float | None:
-        """Share of the wall time that phases other than ``other`` account for."""
-        if not self.wall:
-            return None
-        named = sum(d.total for phase, d in self.clock.durations.items() if phase != OTHER)
-        return named / self.wall
+        return {
+            names[phase]: durations.total
+            for phase, durations in self.clock.durations.items()
+            if phase not in NOT_OF_A_STEP and not names[phase].startswith(CALLBACK)
+        }
 
     def report(self) -> Report:
         names, wall = self.clock.phases.names, self.wall or sum(self.seconds.values())
@@ -98,10 +82,6 @@ class Measures:
             if device is not None:
                 row["device ms"] = _milliseconds(device[phase].mean) if phase in device else None
             rows.append(row)
-        if device is not None and HOST in device:
-            row = dict.fromkeys(rows[0]) if rows else {}
-            rows.append({**row, "phase": "device: outside these phases", "device ms":
-                         _milliseconds(device[HOST].mean)})  # fmt: skip
         steps = self.clock.work.steps
         title = f"StepProfiler: {self.stage}, {wall:.2f} s"
         if steps.count:
@@ -109,10 +89,7 @@ class Measures:
         return Report(title, rows, self._notes())
 
     def _notes(self) -> list[str]:
-        notes = []
-        if self.accounted is not None:
-            notes.append(f"Named phases account for {100 * self.accounted:.1f}% of the wall time.")
-        notes += self._throughput()
+        notes = self._throughput()
         clock = self.clock if self.clock.device is None else self.clock.device
         for name, moved in self.bytes.items():
             spent = clock.durations.get(self.clock.phases.number(name, on_device=True))

@@ -82,7 +82,6 @@ class StepProfiler(BaseProfiler):
         self.print_table = print_table
         super().__init__()
         self._runs: dict[str, Measures] = {}
-        self._last: Measures | None = None
 
     # --- called by the Trainer ------------------------------------------------------------------
 
@@ -95,7 +94,8 @@ class StepProfiler(BaseProfiler):
             return
         trainer, stage = module.trainer, str(getattr(stage, "value", stage))
         self._run = StepRun(stage, trainer, self)
-        self._last = self._runs[stage] = measures = self._run.measures
+        self._runs.pop(stage, None)  # the newest run comes last
+        measures = self._runs[stage] = self._run.measures
         measures.peak = self.peak_flops
         root = trainer.strategy.root_device
         if measures.peak is None and root.type == "cuda":
@@ -133,7 +133,7 @@ class StepProfiler(BaseProfiler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the run's state, so that the profiler can be sent to a new process."""
-        state = {**self.__dict__, "_run": None, "_last": None, "_runs": {}}
+        state = {**self.__dict__, "_run": None, "_runs": {}}
         state.pop("_lightning_module", None)
         return state
 
@@ -172,13 +172,13 @@ class StepProfiler(BaseProfiler):
         Raises:
             RuntimeError: If there was no such run.
         """
-        measures = self._runs.get("fit", self._last) if stage is None else self._runs.get(stage)
-        if measures is None:
+        stage = stage or ("fit" if "fit" in self._runs else next(reversed(self._runs), ""))
+        if stage not in self._runs:
             raise RuntimeError(
                 f"StepProfiler has not measured such a run, only {sorted(self._runs) or 'none'}: "
                 "pass it to a Trainer as profiler=."
             )
-        return measures
+        return self._runs[stage]
 
     def report(self, stage: str | None = None) -> Report:
         """Return a table with one row per phase, the longest first.
@@ -193,31 +193,22 @@ class StepProfiler(BaseProfiler):
         if measures is None:
             finding = "StepProfiler has not measured a fit yet."
             return [Verdict("profile", "unknown", finding, "Call it again after fit.")]
-        seconds, callbacks = measures.split_step()
-        if not sum(seconds.values()):
+        seconds = measures.seconds_of_steps()
+        total = sum(seconds.values())
+        if not total:
             finding = "StepProfiler has measured no training step."
             return [Verdict("profile", "unknown", finding, "Train longer.")]
-        total, callback_seconds = sum(seconds.values()), sum(callbacks.values())
         longest = max(seconds, key=seconds.__getitem__)
-        finding = f"{longest!r} takes longest, {seconds[longest] / total:.0%} of the step time"
-        note = ""
-        if callback_seconds:
-            most = max(callbacks, key=callbacks.__getitem__)
-            share = callback_seconds / (callback_seconds + total)
-            finding += " excluding callbacks"
-            note = f" Callbacks take {share:.0%} of the whole step, {most} the most."
+        share = seconds[longest] / total
+        finding = f"{longest!r} takes longest, {share:.0%} of the step time without callbacks."
         waiting = seconds.get(NAMES[DATA], 0.0) / total
         sending = seconds.get(NAMES[COMMUNICATION], 0.0) / total
-        verdicts = [Verdict("profile", "ok", f"{finding}.{note}", callbacks=note)]
+        verdicts = [Verdict("profile", "ok", finding)]
         if sending > COMMUNICATION_BOUND:
             advice = "Trainer(strategy='ddp_compressed') sends fewer bytes if that pays."
-            verdicts = [Verdict("profile", "look", f"{finding}.", advice, gain=sending)]
+            verdicts = [Verdict("profile", "look", finding, advice, gain=sending)]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
         if waiting > DATA_BOUND:
             advice = "Add DataPipelineTuner(), which measures how many workers the loader needs."
             return [*verdicts, Verdict("data", "look", finding, advice, gain=waiting)]
         return [*verdicts, Verdict("data", "ok", finding)]
-
-    def summary(self) -> str:
-        """Return the table as text; empty before any run."""
-        return "" if self._last is None else str(self._last.report())

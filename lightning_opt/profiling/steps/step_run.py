@@ -24,9 +24,6 @@ from lightning_opt.profiling.steps.step_measures import Measures
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-MAX_ACTIONS = 2000
-"""Maximum number of action names kept. Without a limit, ever-changing names would fill memory."""
-
 
 class StepRun:
     """Measures one run: maps each action that Lightning reports to a phase, and finds the steps.
@@ -63,8 +60,8 @@ class StepRun:
             self._start_loop_action(phase, action)
 
     def stop(self, action: str) -> None:
-        phase = self._phase_of.get(action)
-        if phase is None or phase == phases.IGNORED:
+        phase = self._phase_of.get(action, phases.OTHER)
+        if phase == phases.IGNORED:
             return
         if phase >= 0:
             self.clock.leave(action)
@@ -72,9 +69,9 @@ class StepRun:
             self._stop_loop_action(phase, action)
 
     def _resolve(self, action: str) -> int:
-        if len(self._phase_of) >= MAX_ACTIONS:
-            return phases.IGNORED
-        phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
+        phase = self.clock.phases.of(action, self.trainer)
+        if phase != phases.OTHER:  # ever-changing names would fill memory
+            self._phase_of[action] = phase
         # Setup ends when an evaluation fetches its first batch.
         if phase == phases.DATA and self.clock.depth == 0:
             self.clock.set_default_phase(phases.LOOP)
@@ -142,10 +139,6 @@ class StepRun:
     def _end_step(self) -> None:
         clock, hooks = self.clock, self._hooks
         self._step_open = False
-        if hooks is not None and hooks.separates_forward:
-            if not hooks.saw_forward:
-                clock.move(phases.LOSS, phases.FORWARD_AND_LOSS)
-            hooks.saw_forward = False
         samples, tokens = (0, 0) if hooks is None else (hooks.samples, hooks.tokens)
         if clock.end_step(True, samples, tokens) >= self._settings.log_every_n_steps > 0:
             self._log()
@@ -239,7 +232,6 @@ class EpochHooks:
         tokens: Number of tokens in that batch.
         separates_forward: Whether the forward pass can be separated from the rest of
             ``training_step``.
-        saw_forward: Each forward pass sets this to True.
     """
 
     def __init__(self, clock: PhaseClock, trainer: pl.Trainer, tokens: int | str | None) -> None:
@@ -248,7 +240,6 @@ class EpochHooks:
         # The LightningModule and its direct child modules, except losses and metrics.
         modules = [self._module, *_children(self._module)]
         self.separates_forward = not any(map(hooks_are_compiled, modules))
-        self.saw_forward = False
         self.samples = self.tokens = 0
         self._open: nn.Module | None = None
         with ExitStack() as stack:
@@ -306,7 +297,6 @@ class EpochHooks:
                 return
             self._open = module
             self.clock.enter(phases.FORWARD, self)
-            self.saw_forward = True
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
         if module is self._open:

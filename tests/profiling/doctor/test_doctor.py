@@ -72,7 +72,7 @@ def _diagnose_healthy_and_leaking(folder):
     callbacks = [
         *watchers(threshold=0.5),
         lo.LeakDetector(every_n_steps=10, warmup_steps=40),
-        lo.MemoryProfiler(every_n_steps=70, file=None),
+        lo.MemoryProfiler(every_n_steps=70),
         ModelCheckpoint(folder),
     ]
     trainer = fit(
@@ -133,7 +133,7 @@ def test_step_profiler_also_finds_waiting_for_data():
         assert "takes longest" in diagnosis["profile"].finding
 
 
-def test_profile_separates_the_step_from_callbacks(monkeypatch):
+def test_profile_excludes_callbacks(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(phase_clock, "perf_counter", lambda: now[0])
 
@@ -152,9 +152,7 @@ def test_profile_separates_the_step_from_callbacks(monkeypatch):
 
     trainer = fit(Steps(), [Probe()], profiler=lo.StepProfiler(flops=False, print_table=False))
     finding = lo.doctor(trainer)["profile"].finding
-    assert "'forward' takes longest, 67% of the step time excluding callbacks" in finding
-    assert "Callbacks take 67% of the whole step" in finding
-    assert "Probe the most" in finding
+    assert finding == "'forward' takes longest, 67% of the step time without callbacks."
 
 
 class DeadLayer(SmallNet):
@@ -182,7 +180,7 @@ class NotANumber(SmallNet):
 def test_faults_of_the_guard_are_reported():
     verdict = lo.doctor(fit(NotANumber(), watchers()))["stability"]
     assert verdict.state == "look"
-    assert "found 2 faults in 12 steps" in verdict.finding
+    assert re.search(r"\b2\b.* 12 steps", verdict.finding)
 
 
 def test_nonfinite_weights_are_found_without_a_guard():
@@ -364,11 +362,6 @@ def test_diagnosis_prints_and_converts(capsys):
     assert "| data | Does training wait for data? | unknown |" in diagnosis.to_markdown()
     diagnosis.print()
     assert capsys.readouterr().out.startswith("Diagnosis: ")
-
-
-def test_unknown_topic_raises():
-    with pytest.raises(ValueError, match="topic must be one of profile"):
-        Verdict("weather", "ok", "sunny")
 
 
 def test_doctor_during_training_changes_nothing():

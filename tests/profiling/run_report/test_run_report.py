@@ -156,7 +156,7 @@ def test_page_of_a_run_with_everything(tmp_path, pictures):
         lo.GradientHealth(every_n_steps=2),
         lo.NonFiniteGuard(spike=7.0),
         lo.AdaptiveClipping(every_n_steps=2),
-        lo.MemoryProfiler(every_n_steps=3, file=None),
+        lo.MemoryProfiler(every_n_steps=3),
     ]
     loggers = [TensorBoardLogger(tmp_path, "board", version=0), CSVLogger(tmp_path, "csv", 0)]
     given = {"max_epochs": 2, "limit_val_batches": 1}

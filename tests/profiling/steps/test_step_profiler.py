@@ -82,7 +82,6 @@ def account_for(accumulate: int, **settings: Any) -> dict[str, Any]:
     measures = watched.measures()
     assert sum(measures.seconds.values()) == pytest.approx(measures.wall, rel=1e-9)
     return {
-        "accounted": measures.accounted,
         "rows": rows_of(watched),
         "batches": measures.batches,
         "ranks": measures.ranks,
@@ -93,7 +92,6 @@ def account_for(accumulate: int, **settings: Any) -> dict[str, Any]:
 def test_phases_account_for_the_wall_time(accumulate, monkeypatch):
     Timers(tick=1e-3).install(monkeypatch)
     found = account_for(accumulate, num_sanity_val_steps=2, val_check_interval=6)
-    assert found["accounted"] > 0.97
     assert found["batches"] == 12
     rows = found["rows"]
     # The first batch is that in which FLOPs are counted; with accumulation it does not step.
@@ -326,28 +324,7 @@ def test_loss_modules_are_separate_from_forward(timers):
         assert watched.measures().seconds[name] == pytest.approx(timers.seconds[name]), name
 
 
-class Inline(SmallNet):
-    """Calls no module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = None  # type: ignore[assignment]
-        self.weight = nn.Parameter(torch.ones(6, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (batch[0] @ self.weight - batch[1]).square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-
-def test_forward_and_loss_are_one_phase_if_inseparable():
-    watched = profiler()
-    fit(watched, Inline())
-    rows = rows_of(watched)
-    assert rows["forward and loss"]["count"] == 11
-    assert not {"forward", "loss"} & set(rows)
-
+def test_forward_and_loss_are_one_phase_if_the_model_is_compiled():
     compiled = SmallNet()
     compiled.layer.compile(backend="eager")
     watched = profiler()
@@ -451,9 +428,8 @@ def test_second_fit_and_evaluations_are_measured():
         getattr(trainer, stage)(model, **({} if stage == "predict" else {"verbose": False}))
         rows = rows_of(watched, stage)
         assert {"data wait", "transfer", "forward", "Lightning's loop"} <= set(rows)
-        assert watched.measures(stage).accounted > 0.9
+        assert watched.measures(stage).seconds["forward"] > 0
     assert watched.measures().stage == "fit"
-    assert watched.summary().startswith("StepProfiler: predict")
 
 
 def test_manual_optimization_is_measured():
@@ -561,7 +537,7 @@ def test_flops_throughput_and_mfu():
             "mfu": 11 * expected.model / seconds / 1e9,
         }
     )
-    assert "MFU" in watched.summary()
+    assert "MFU" in str(watched.report())
     assert profiler(flops=False).peak_flops is None
 
 
