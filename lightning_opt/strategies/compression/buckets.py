@@ -36,8 +36,6 @@ class Bucket(Residual):
         exchange: Exchanges the bucket; None until it is first compressed.
         compressor: The compressor of ``exchange``.
         may_be_nonzero: Whether ``committed`` may hold anything.
-        skipped: Whether the latest step was applied to no parameter, if the result is on a
-            device: 0-dimensional.
     """
 
     def __init__(self, committed: Tensor, parts: Mapping[str, slice]) -> None:
@@ -46,16 +44,13 @@ class Bucket(Residual):
         self.exchange: Exchange | None = None
         self.compressor: Compressor | None = None
         self.may_be_nonzero = True
-        self.skipped = self._not_skipped = torch.zeros(
-            (), dtype=torch.bool, device=committed.device
-        )
         self._skipped_names: set[str] = set()  # parameters to which the step is not applied
         self._sent_all = False
 
     def add(self, gradient: Tensor, scale: Tensor) -> None:
         """Start a step: add a gradient that has the loss scale ``scale``."""
         self._skipped_names.clear()
-        self._sent_all, self.skipped = False, self._not_skipped
+        self._sent_all = False
         torch.addcdiv(self.committed, gradient, scale, out=self.pending)
 
     def exclude_unused(self, name: str) -> None:
@@ -78,22 +73,17 @@ class Bucket(Residual):
             condition: Positive if the update was not applied, 0-dimensional; None for always.
         """
         names = [name for name in names if name in self.parts]
-        if condition is not None:
-            condition = condition > 0
-            if self._sent_all or reads_are_free(condition.device):
-                # Waits for a device only once, after the first uncompressed step: the host must
-                # check whether any residual is left.
-                if not condition:
-                    return
-            elif len(names) == len(self.parts):  # the optimizer has the whole bucket
-                self.skipped = self.skipped | condition
-                return
-            else:
-                for part in map(self.parts.__getitem__, names):
-                    pending, committed = self.pending[part], self.committed[part]
-                    pending.copy_(torch.where(condition, committed, pending))
-                return
-        self._skipped_names.update(names)
+        # Waits for a device only once, after the first uncompressed step: the host must check
+        # whether any residual is left.
+        if condition is None or self._sent_all or reads_are_free(condition.device):
+            if condition is None or condition > 0:
+                self._skipped_names.update(names)
+        elif self.exchange is not None and len(names) == len(self.parts):
+            self.exchange.skipped.logical_or_(condition > 0)
+        else:
+            for part in map(self.parts.__getitem__, names):
+                pending, committed = self.pending[part], self.committed[part]
+                pending.copy_(torch.where(condition > 0, committed, pending))
 
     def commit_step(self) -> None:
         """Commit the latest step for all parameters to which it was applied."""
@@ -103,9 +93,9 @@ class Bucket(Residual):
             self.pending[part].copy_(self.committed[part])
         self.may_be_nonzero = not self._sent_all or bool(self._skipped_names)
         if self.exchange is None:
-            self.commit(self.skipped)
+            self.commit()
         else:
-            self.exchange.commit(self.skipped | self.exchange.non_finite)
+            self.exchange.commit()
 
     def by_parameter(self) -> dict[str, Tensor]:
         """Return the whole committed residual by parameter; views."""

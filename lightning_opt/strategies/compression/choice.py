@@ -34,22 +34,20 @@ MIN_SAVING_LATE = 0.25
 RAMP_FACTOR = 4
 """Each stage of a ramp sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
 
-RAMP_SHARE = 1 / 2
-"""Share of the run that a ramp takes by default."""
-
 MAX_RAMP = 30
 """Longest default ramp, in steps in which each element could be sent once: 3,000 steps for 1%."""
 
 
 class Ramp:
-    """The steps in which Top-K sends more elements than it will later.
+    """The first compressed steps, in which Top-K sends more elements than it will later.
 
     Args:
         final: The compressor after the ramp.
-        steps: Length of the ramp.
+        steps: Length of the ramp; None for half of the run, up to a maximum.
 
     Attributes:
         stages: The compressors before ``final``, the gentlest first; none unless it is Top-K.
+        taken: Number of steps taken.
 
     Example:
         >>> Ramp(TopK(0.05), 300).stages
@@ -60,33 +58,24 @@ class Ramp:
         Bandwidth for Distributed Training*.
     """
 
-    def __init__(self, final: Compressor, steps: int) -> None:
-        self.final = final
-        self.steps = steps
-        self.stages: list[Compressor] = []
-        ratio = 1.0 / RAMP_FACTOR
-        while isinstance(final, TopK) and ratio > final.ratio:
-            self.stages.append(TopK(ratio))
-            ratio /= RAMP_FACTOR
+    def __init__(self, final: Compressor, steps: int | None) -> None:
+        self.final, self.taken = final, 0
+        ratio = final.ratio if isinstance(final, TopK) else 1.0
+        self.stages = [TopK(r) for r in (RAMP_FACTOR**-n for n in range(1, 20)) if r > ratio]
+        self._longest, self._given = round(MAX_RAMP / ratio), steps
+        self.set_length(math.inf)
 
-    def at(self, step: int) -> Compressor:
-        """Return the compressor of a step of the ramp (the first is 0)."""
-        if step >= self.steps or not self.stages:
+    def set_length(self, planned: float) -> None:
+        """Set the default length for a run of ``planned`` steps; unknown if infinite or below 0."""
+        half = planned / 2 if planned >= 0 else math.inf
+        self._steps = round(min(half, self._longest)) if self._given is None else self._given
+
+    def next(self) -> Compressor:
+        """Return the compressor of the next step."""
+        step, self.taken = self.taken, self.taken + 1
+        if step >= self._steps or not self.stages:
             return self.final
-        return self.stages[step * len(self.stages) // self.steps]
-
-
-def default_ramp_steps(compressor: Compressor, planned: float = math.inf) -> int:
-    """Return the default length of a ramp.
-
-    Args:
-        compressor: The compressor after the ramp.
-        planned: Optimizer steps of the whole run; infinite or below 0 if unknown.
-    """
-    if not isinstance(compressor, TopK):
-        return 0
-    longest = MAX_RAMP / compressor.ratio
-    return round(min(RAMP_SHARE * planned, longest) if planned >= 0 else longest)
+        return self.stages[step * len(self.stages) // self._steps]
 
 
 class AutoChoice:
@@ -96,37 +85,25 @@ class AutoChoice:
 
     Args:
         schemes: The schemes, the gentlest for the gradients first: None, for uncompressed.
-        first_trial: Backward pass (the first is 0) of the first trial. The ``TIMED_STEPS``
-            uncompressed steps before it are timed as well.
-        ramp: Precedes its last compressor, if that compressor is chosen.
+        warmup_steps: Uncompressed backward passes before the first trial.
         device: Device of the gradients. Until the choice, each timed step waits for it.
 
     Attributes:
         schemes: See above.
         choice: Index of the chosen scheme; None before the choice.
-        ramped: Number of steps sent by the ramp.
     """
 
-    def __init__(
-        self, schemes: Sequence[Scheme], first_trial: int, ramp: Ramp, device: torch.device
-    ) -> None:
+    def __init__(self, schemes: Sequence[Scheme], warmup_steps: int, device: torch.device) -> None:
         self.schemes = list(schemes)
-        self._first_trial = first_trial
-        self._ramp = ramp
+        self._warmup_steps = warmup_steps
         self._device = device
-        self.restore(None, 0)
+        self.restore(None)
 
-    def restore(self, name: str | None, ramped: int) -> None:
-        """Restore the choice of a checkpoint, or reset.
-
-        Args:
-            name: :attr:`name` of the checkpoint; None to choose.
-            ramped: See :class:`AutoChoice`.
-        """
+    def restore(self, name: str | None) -> None:
+        """Restore the choice of a checkpoint by its :attr:`name`; None to choose."""
         names = [name_of(scheme) for scheme in self.schemes]
         self.choice = names.index(name) if name in names else None
-        self.ramped = ramped
-        self._backward_pass = -1
+        self._place = -1 - self._warmup_steps  # of the latest backward pass among the trials'
         self._step_start = 0.0
         self._seconds: dict[int, list[float]] = defaultdict(list)  # of the steps of each trial
         self._medians: list[float] = []
@@ -140,35 +117,23 @@ class AutoChoice:
         if self.choice is None:
             trial = self._begin_trial_step()
             if trial < len(self.schemes):
-                return self.schemes[trial]
+                return self.schemes[max(trial, 0)]
             self._choose()
         assert self.choice is not None
-        scheme = self.schemes[self.choice]
-        if scheme is self._ramp.final:
-            scheme = self._ramp.at(self.ramped)
-            self.ramped += 1
-        return scheme
+        return self.schemes[self.choice]
 
     def _begin_trial_step(self) -> int:
         """Record the seconds of the previous step, and return the trial of this one."""
-        trial, step = self._trial_and_step()
-        if step >= UNTIMED_STEPS - 1:
+        length = UNTIMED_STEPS + TIMED_STEPS
+        trial, step = divmod(self._place, length)
+        if trial >= 0 and step >= UNTIMED_STEPS - 1:
             wait_for(self._device)
         now = time.perf_counter()
-        if step >= UNTIMED_STEPS:
+        if trial >= 0 and step >= UNTIMED_STEPS:
             self._seconds[trial].append(now - self._step_start)
-        self._backward_pass += 1
+        self._place += 1
         self._step_start = now
-        return self._trial_and_step()[0]
-
-    def _trial_and_step(self) -> tuple[int, int]:
-        """Return the trial of this backward pass, and the step within the trial.
-
-        Trial 0 is uncompressed and ends at ``first_trial``; its earlier steps are not timed.
-        """
-        length = UNTIMED_STEPS + TIMED_STEPS
-        trial, step = divmod(self._backward_pass - self._first_trial + length, length)
-        return max(trial, 0), (step if trial >= 0 else 0)
+        return self._place // length
 
     def _choose(self) -> None:
         medians = [median(seconds) for seconds in self._seconds.values()]

@@ -18,11 +18,9 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.strategies.compression.buckets import clip_locally
 from lightning_opt.strategies.compression.choice import (
-    TIMED_STEPS,
     AutoChoice,
     Ramp,
     Scheme,
-    default_ramp_steps,
 )
 from lightning_opt.strategies.compression.hook import (
     CompressedReduction,
@@ -120,33 +118,28 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         self.error_feedback = error_feedback
         layout_steps = 3 if kwargs.get("static_graph") else 2
         self.warmup_steps = check_at_least("warmup_steps", warmup_steps, layout_steps)
-        self.ramp_steps = (
-            None if ramp_steps is None else check_at_least("ramp_steps", ramp_steps, 0)
-        )
-        unknown = default_ramp_steps(self.compressor)
-        self._ramp = Ramp(self.compressor, unknown if ramp_steps is None else ramp_steps)
-        self._first_trial = max(warmup_steps, layout_steps + TIMED_STEPS)
+        if ramp_steps is not None:
+            check_at_least("ramp_steps", ramp_steps, 0)
+        self._ramp = Ramp(self.compressor, ramp_steps)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
         self._updated = False
         self._reduction: CompressedReduction | None = None
         self._auto: AutoChoice | None = None
 
-    def compressor_at(self, step: int) -> Compressor | None:
-        """Return the compressor of backward pass ``step`` (the first is 0); None for warm-up."""
-        step -= self.warmup_steps
-        return None if step < 0 else self._ramp.at(step)
-
     def _scheme_at(self, step: int) -> Scheme:
-        return self.compressor_at(step) if self._auto is None else self._auto.begin_step()
+        if self._auto is None:
+            return None if step < self.warmup_steps else self._ramp.next()
+        scheme = self._auto.begin_step()
+        is_chosen = self._auto.choice is not None and scheme is self.compressor
+        return self._ramp.next() if is_chosen else scheme
 
     def on_train_start(self) -> None:
         """Set the length of the ramp, now that the length of the run is known."""
         super().on_train_start()
-        if self.ramp_steps is None:
-            planned = float(self._module.trainer.estimated_stepping_batches)
-            # Ranks may have different numbers of batches.
-            self._ramp.steps = default_ramp_steps(self.compressor, self.broadcast(planned))
+        planned = float(self._module.trainer.estimated_stepping_batches)
+        # Ranks may have different numbers of batches.
+        self._ramp.set_length(self.broadcast(planned))
 
     def describe(self) -> Report | None:
         """Return the step times and the choice of ``"auto"``; None before the choice."""
@@ -157,13 +150,13 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         self.raise_if_sharded()
-        self._auto = None
+        self._auto, self._ramp.taken = None, 0
         if self.world_size == 1:
             return  # nothing to exchange
         schemes: list[Scheme] = [self.compressor]
         if self.chooses:
             schemes = [None, torch.bfloat16, Quantize(bits=8), Quantize(bits=4), self.compressor]
-            self._auto = AutoChoice(schemes, self._first_trial, self._ramp, self.root_device)
+            self._auto = AutoChoice(schemes, self.warmup_steps, self.root_device)
         self._reduction = CompressedReduction(
             {parameter: name for name, parameter in self._module.named_parameters()},
             schemes,
@@ -246,14 +239,15 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         """Return the residuals and the choice."""
         if self._reduction is None:
             return None
-        name, ramped = (None, 0) if self._auto is None else (self._auto.name, self._auto.ramped)
-        return {**self._reduction.state_dict(), "choice": name, "ramped": ramped}
+        choice = None if self._auto is None else self._auto.name
+        return {**self._reduction.state_dict(), "choice": choice, "ramped": self._ramp.taken}
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         assert self._reduction is not None
         self._reduction.load_state_dict(state)
+        self._ramp.taken = state.get("ramped", 0)
         if self._auto is not None:
-            self._auto.restore(state.get("choice"), state.get("ramped", 0))
+            self._auto.restore(state.get("choice"))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint with its residuals: now, or when the model is wrapped."""

@@ -73,9 +73,9 @@ class Residual:
         self.committed = committed
         self.pending = torch.empty_like(committed)
 
-    def commit(self, skipped: Tensor) -> None:
+    def commit(self, skipped: Tensor | None = None) -> None:
         """Commit the pending residual unless the step was ``skipped``, 0-dimensional."""
-        if not reads_are_free(skipped.device):
+        if skipped is not None and not reads_are_free(skipped.device):
             torch.where(skipped, self.committed, self.pending, out=self.committed)
         elif not skipped:  # on a CPU
             self.committed, self.pending = self.pending, self.committed
@@ -88,8 +88,8 @@ class Exchange(ABC):
         residual: The bucket's residual.
 
     Attributes:
-        non_finite: Whether any rank's gradient was not finite in the latest step: 0-dimensional, on
-            the bucket's device.
+        skipped: Whether the latest step is not applied, at first because any rank's gradient is not
+            finite: 0-dimensional, on the bucket's device.
         sent_bytes: Bytes that this rank sends per step.
     """
 
@@ -97,7 +97,7 @@ class Exchange(ABC):
 
     def __init__(self, residual: Residual) -> None:
         self.residual = residual
-        self.non_finite = torch.zeros((), dtype=torch.bool, device=residual.committed.device)
+        self.skipped = torch.zeros((), dtype=torch.bool, device=residual.committed.device)
         self._world = dist.get_world_size()
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
@@ -112,16 +112,16 @@ class Exchange(ABC):
         Returns:
             A future of ``gradient``.
         """
-        self.non_finite.zero_()
+        self.skipped.zero_()
         return self._launch(gradient, scale, is_finite(self.residual.pending).logical_not())
 
     @abstractmethod
     def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
         """Encode and send; ``bad`` is whether this rank's gradient is not finite."""
 
-    def commit(self, skipped: Tensor) -> None:
-        """Commit the residual unless the step was ``skipped``, which includes ``non_finite``."""
-        self.residual.commit(skipped)
+    def commit(self) -> None:
+        """Commit the residual unless the step was skipped."""
+        self.residual.commit(self.skipped)
 
     def fold(self) -> None:
         """Add all residuals that the exchange keeps elsewhere to ``residual.committed``."""
@@ -163,8 +163,8 @@ class GatherExchange(Exchange):
 
         def finish(future: Future[list[Tensor]]) -> Tensor:
             future.value()  # raises its error, such as a lost rank
-            self.non_finite.logical_or_(any_flag(gathered))
-            add_messages(codec, gathered, clear(gradient, self.non_finite), scale / self._world)
+            self.skipped.logical_or_(any_flag(gathered))
+            add_messages(codec, gathered, clear(gradient, self.skipped), scale / self._world)
             return gradient
 
         future: Future[Tensor] = work.get_future().then(finish)
@@ -251,20 +251,20 @@ class TwoStageExchange(Exchange):
 
         A rank flags all its messages, so every rank learns whether any gradient is not finite.
         """
-        codec, non_finite = self._codec, self.non_finite
-        non_finite.logical_or_(any_flag(self._received))
+        codec, skipped = self._codec, self.skipped
+        skipped.logical_or_(any_flag(self._received))
         mean = self._mean_residual.pending.copy_(self._mean_residual.committed)
         add_messages(codec, self._received, mean, 1.0 / self._world)
         codec.message = self._mean_message
         codec.compress(mean)
         all_gather(self._gathered.view(-1), codec.message, group=self._group)
         for shard, message in zip(self._shards, self._gathered, strict=True):
-            codec.decompress_add(message, clear(gradient[shard], non_finite), scale)
+            codec.decompress_add(message, clear(gradient[shard], skipped), scale)
         return gradient
 
-    def commit(self, skipped: Tensor) -> None:
-        super().commit(skipped)
-        self._mean_residual.commit(skipped)
+    def commit(self) -> None:
+        super().commit()
+        self._mean_residual.commit(self.skipped)
 
     def fold(self) -> None:
         """Add the residual of the mean to this rank's residual."""

@@ -8,7 +8,6 @@ sum, sends it and decodes the mean, and the rest stays in the residual.
 # themselves, not with strings.
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -139,7 +138,7 @@ class CompressedReduction:
         self._scheme: Scheme = None
         self._scale = torch.ones(())
         self._launched: list[Bucket] = []  # of the latest step
-        self._sent_as: Counter[float] = Counter()
+        self._elements = 0  # in the latest step
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
         self._own_group: dist.ProcessGroup | None = None
         # With two stages, the residual of an unused parameter's mean could not be excluded.
@@ -165,7 +164,7 @@ class CompressedReduction:
         scheme = self._scheme
         if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
             return all_reduce_mean(gradient)
-        self._sent_as[MODES.get(type(scheme), 4.0)] += gradient.numel()
+        self._elements += gradient.numel()
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
         if isinstance(scheme, Compressor):
             if scheme.late:
@@ -207,7 +206,7 @@ class CompressedReduction:
         self.step += 1
         self.traffic.steps += 1
         self.traffic.spans.clear()
-        self._sent_as.clear()
+        self._elements = 0
         self._scheme = self._scheme_at(self.step)
         self._scale = self._loss_scale()
         if not isinstance(self._scheme, Compressor) and not self.buckets.may_be_nonzero:
@@ -271,7 +270,7 @@ class CompressedReduction:
         """Return the logged values, per step since the last call. Reads from the device."""
         traffic, self.traffic = self.traffic, Traffic()
         steps = max(traffic.steps, 1)
-        total = selected = self._sent_as.total()
+        total = selected = self._elements
         for state in self._launched:
             if state.exchange is not None:
                 selected += state.exchange.selected - state.committed.numel()
@@ -281,7 +280,7 @@ class CompressedReduction:
             "comm/selected": selected / total if total else 1.0,
             "comm/residual_norm": self.buckets.norm(),
             "comm/seconds": traffic.seconds(),
-            "comm/mode": max(self._sent_as, key=self._sent_as.__getitem__, default=0.0),
+            "comm/mode": MODES.get(type(self._scheme), 4.0),
         }
 
 

@@ -1,7 +1,6 @@
 """The ramp, and the choice by trial, in real processes over simulated links."""
 
 import logging
-import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,10 @@ from lightning_opt.strategies.compression.choice import (
     UNTIMED_STEPS,
     AutoChoice,
     Ramp,
-    default_ramp_steps,
     gentlest_that_pays,
 )
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
-from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
+from lightning_opt.strategies.compressors import Quantize, TopK
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger
 from tests.strategies.runs import (
@@ -42,8 +40,8 @@ from tests.strategies.runs import (
 SECONDS_PER_BYTE = 3e-5
 """Of the slow link: 33 KB per second, so that the 10 KB of gradients take 0.3 s."""
 
-WARM = TIMED_STEPS + 2
-"""Uncompressed steps before the first trial."""
+WARM = 2 + UNTIMED_STEPS + TIMED_STEPS
+"""Uncompressed steps: the warm-up, and their own trial."""
 
 TRIALS = 3 * (UNTIMED_STEPS + TIMED_STEPS)
 """Steps of the trials of int8, int4 and Top-K."""
@@ -165,31 +163,41 @@ def test_gentlest_scheme_that_pays_is_chosen(seconds, chosen):
 
 
 def test_only_timed_steps_of_each_trial_count(monkeypatch):
-    """The first steps of a trial, and those before the first trial, take much longer."""
-    now = 0.0
+    """The warm-up and the first steps of a trial take much longer."""
+    now, warmup, length = 0.0, 3, UNTIMED_STEPS + TIMED_STEPS
     monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: now))
-    first = 20
     schemes = [None, Quantize(8), TopK(0.3)]
-    auto = AutoChoice(schemes, first, Ramp(schemes[-1], 0), torch.device("cpu"))
+    auto = AutoChoice(schemes, warmup, torch.device("cpu"))
     sent = []
-    for number in range(first + 2 * (UNTIMED_STEPS + TIMED_STEPS) + 1):
+    for number in range(warmup + 3 * length + 1):
         sent.append(auto.begin_step())
-        trial, step = divmod(number - first, UNTIMED_STEPS + TIMED_STEPS)
-        slow = number < first - TIMED_STEPS or (trial >= 0 and step < UNTIMED_STEPS)
-        now += 9.0 if slow else {-1: 1.0, 0: 0.5, 1: 0.6}[min(max(trial, -1), 1)]
-    length = UNTIMED_STEPS + TIMED_STEPS
-    assert sent == [None] * first + [schemes[1]] * length + [schemes[2]] * length + [schemes[1]]
+        trial, step = divmod(number - warmup, length)
+        now += 9.0 if step < UNTIMED_STEPS else {0: 1.0, 1: 0.5, 2: 0.6}.get(trial, 9.0)
+    trials = [scheme for scheme in schemes for _ in range(length)]
+    assert sent == [None] * warmup + trials + [schemes[1]]
     assert [row["step ms"] for row in auto.report().rows] == pytest.approx([1000, 500, 600])
     assert auto.name == "Quantize(8)"
 
 
-def test_default_ramp_of_top_k_is_a_share_of_the_run_up_to_a_maximum():
-    assert default_ramp_steps(Quantize(), 10_000) == default_ramp_steps(Threshold()) == 0
-    assert default_ramp_steps(TopK(0.01), 900) == 450
-    assert default_ramp_steps(TopK(0.01), 10**6) == 3000
-    assert default_ramp_steps(TopK(0.001), 10**6) == 30_000
-    for unknown in (math.inf, -1):  # possible values of Lightning's estimate
-        assert default_ramp_steps(TopK(0.01), unknown) == 3000
+@pytest.mark.parametrize(
+    ("compressor", "steps", "planned", "ratios"),
+    [
+        (TopK(0.01), 0, 100, {0: 0.01}),
+        (TopK(0.001), 500, 100, {0: 0.25, 124: 0.25, 125: 0.0625, 499: 0.25**4, 500: 0.001}),
+        (TopK(0.01), None, 900, {149: 0.25, 150: 0.0625, 449: 0.25**3, 450: 0.01}),
+        (TopK(0.01), None, 10**6, {999: 0.25, 1000: 0.0625, 2999: 0.25**3, 3000: 0.01}),
+        (TopK(0.01), None, -1, {999: 0.25, 3000: 0.01}),  # the length of the run is unknown
+        (TopK(0.5), None, 100, {0: 0.5}),
+    ],
+)
+def test_ramp_sends_fewer_elements_stage_by_stage(compressor, steps, planned, ratios):
+    ramp = Ramp(compressor, steps)
+    ramp.set_length(planned)
+    sent = [ramp.next() for _ in range(max(ratios) + 1)]
+    assert {step: sent[step].ratio for step in ratios} == ratios
+    # One object per stage: a new one would need new buffers.
+    assert len(set(map(id, sent))) <= len(ramp.stages) + 1
+    assert Ramp(Quantize(), None).next().bits == 8
 
 
 # --- a fast link ----------------------------------------------------------------------------------

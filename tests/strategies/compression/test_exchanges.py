@@ -41,12 +41,12 @@ def _exchange_steps(compressor: Any, numel: int, worker: ThreadPoolExecutor) -> 
             gradient[-1] = torch.nan
         torch.add(residual.committed, gradient, alpha=0.5, out=residual.pending)
         mean = exchange.start(gradient.clone(), 2.0).wait()
-        assert exchange.non_finite == is_bad
+        assert exchange.skipped == is_bad
         assert exchange.selected == (0 if is_bad and dist.get_rank() == 1 else numel)
         assert not is_bad or mean.isnan().all()
         if not is_bad and step != 3:  # that one is not applied
             account += (gradient.double() - mean.double()) / 2.0
-            exchange.commit(exchange.non_finite)
+            exchange.commit()
     exchange.fold()
     # The applied means and the residuals of all ranks add up to the gradients.
     left = residual.committed.double()

@@ -117,31 +117,6 @@ def test_invalid_arguments_raise(settings, words):
         CompressedDDPStrategy(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "ratios"),
-    [
-        ({"ratio": 0.01, "ramp_steps": 0}, {0: None, 9: None, 10: 0.01, 10**6: 0.01}),
-        (
-            {"ratio": 0.001, "ramp_steps": 500},
-            {9: None, 10: 0.25, 134: 0.25, 135: 0.0625, 509: 0.25**4, 510: 0.001},
-        ),
-        (
-            {"ratio": 0.1, "ramp_steps": 10, "warmup_steps": 2},
-            {1: None, 2: 0.25, 11: 0.25, 12: 0.1},
-        ),
-        # The length of the run is unknown.
-        ({"ratio": 0.01}, {9: None, 10: 0.25, 1009: 0.25, 1010: 0.0625, 3009: 0.25**3, 3010: 0.01}),
-        ({"ratio": 0.5}, {9: None, 10: 0.5}),
-    ],
-)
-def test_ramp_has_stages(settings, ratios):
-    strategy = CompressedDDPStrategy(**settings)
-    found = {step: strategy.compressor_at(step) for step in ratios}
-    assert {step: c and c.ratio for step, c in found.items()} == ratios
-    # One object per stage: a new one would need new buffers.
-    assert strategy.compressor_at(10) is strategy.compressor_at(10)
-
-
 def test_unknown_hook_raises():
     with pytest.raises(ValueError, match="hook must be"):
         HookedDDPStrategy("fp8")
