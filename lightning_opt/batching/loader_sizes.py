@@ -91,11 +91,10 @@ def has_several_loaders(trainer: pl.Trainer) -> bool:
 
 def check_single_loader(trainer: pl.Trainer) -> None:
     """Raise ValueError if there are several training loaders."""
-    loader = trainer.fit_loop._combined_loader
-    if loader is not None and len(loader.flattened) > 1:
+    if has_several_loaders(trainer):
         raise ValueError(
-            f"A batch size is found for one training loader, got {len(loader.flattened)}. "
-            "Put their datasets into one (torch.utils.data.StackDataset, ConcatDataset)."
+            "A batch size is found for one training loader, and there are several. Put their "
+            "datasets into one (torch.utils.data.StackDataset, ConcatDataset)."
         )
 
 

@@ -60,7 +60,17 @@ class Splitter:
         return samples
 
     def _read(self, batch: Any) -> Reading:
-        return _read_each(batch) if self.several_loaders else read_batch(batch)
+        if not self.several_loaders:
+            return read_batch(batch)
+        entries = batch.values() if isinstance(batch, Mapping) else batch
+        # The entry of an exhausted loader is None.
+        readings = [read_batch(entry) for entry in entries if entry is not None]
+        if len({reading.samples for reading in readings}) > 1:
+            raise UnsplittableBatchError(
+                f"The loaders have different numbers of samples in a batch. {ADVICE}"
+            )
+        lists = frozenset[int]().union(*(reading.lists for reading in readings))
+        return Reading(readings[0].samples, lists)
 
     def shares(self, pieces: Pieces) -> list[Any]:
         """Return the factor on each part's loss: a number, or a tensor that is never read."""
@@ -74,16 +84,3 @@ class Splitter:
         if not isinstance(total, Tensor) and total == 0:
             return [0.0] * len(pieces)
         return [weight / total for weight in weights]
-
-
-def _read_each(batch: Any) -> Reading:
-    """Read a batch with one entry per loader. An exhausted loader's entry is None."""
-    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    readings = {key: read_batch(entry) for key, entry in entries if entry is not None}
-    samples = {key: reading.samples for key, reading in readings.items()}
-    if len(set(samples.values())) != 1:
-        raise UnsplittableBatchError(
-            f"The loaders have different numbers of samples in a batch: {samples}. {ADVICE}"
-        )
-    lists = frozenset[int]().union(*(reading.lists for reading in readings.values()))
-    return Reading(next(iter(samples.values())), lists)

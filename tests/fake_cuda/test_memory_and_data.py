@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import lightning_opt as lo
 from lightning_opt.batching.accumulation.counting import count_with, quotient
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
-from lightning_opt.batching.micro_batching.rollback import HeldGradients
+from lightning_opt.batching.micro_batching.ranks import HeldGradients
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, live_bytes

@@ -19,12 +19,12 @@ from lightning_opt.batching.micro_batching.logs_and_outputs import (
     merge_outputs,
     weighted,
 )
-from lightning_opt.batching.micro_batching.ranks import OtherRankFailedError, Ranks
-from lightning_opt.batching.micro_batching.rollback import (
+from lightning_opt.batching.micro_batching.ranks import (
     COLLECTIVE_ERROR,
     REDUCTION_ERROR,
     HeldGradients,
-    HookGuard,
+    OtherRankFailedError,
+    Ranks,
 )
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes, pattern_of
 from lightning_opt.batching.split_check import SplitCheck
@@ -36,7 +36,7 @@ from lightning_opt.core.modules.batches import (
     shape_of,
     tensors_of,
 )
-from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import CannotUndoError, StepState
 from lightning_opt.trainer.lightning import (
     AbstractClosure,
@@ -58,9 +58,9 @@ class BatchRunner(AbstractClosure[ClosureResult]):
 
     Lightning calls :meth:`prepare` with each batch, and later the runner itself, usually within
     the optimizer's step. :meth:`closure` loops over attempts, :meth:`_attempt` over the parts of a
-    batch. Hooks of callbacks and of the module are called as for one whole
-    batch: ``on_before_zero_grad`` after the first forward pass, ``on_before_backward`` once with
-    the loss of the whole batch, ``on_after_backward`` once with the whole gradient.
+    batch. Hooks are called as for one whole batch: ``on_before_zero_grad`` after the first forward
+    pass, ``on_before_backward`` once with the loss of the whole batch, ``on_after_backward`` once
+    with the whole gradient. A batch is not retried if memory runs out in one of these hooks.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._device = trainer.strategy.root_device
         self._parameters: list[nn.Parameter] = list(module.parameters())
         self._state = StepState(module, self._device) if isinstance(sizes, LearnedSizes) else None
-        self._hooks = HookGuard(trainer, module, stack)
         self._logs = LogRecorder(module, self._check.sums)
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         stack.enter_context(replaced(self._optimization, _make_closure=self.prepare))
@@ -102,9 +101,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Attempt the batch in more and more parts until it fits."""
-        self._hooks.reset()
         self._gradients: HeldGradients | None = None
-        self._is_zeroed = self._has_gradient = False
+        self._is_zeroed = self._has_called_before_backward = self._is_in_hook = False
         batch = self._kwargs["batch"]
         # `training_step` may remove entries from the batch, and a retry needs them.
         original = self._batch = copy_containers(batch)
@@ -158,8 +156,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return result
 
     def _can_retry(self, error: BaseException) -> bool:
-        # After the last backward pass, hooks may have used or changed the gradients.
-        if self._has_gradient or not is_out_of_memory(error):
+        if self._is_in_hook or not is_out_of_memory(error):
             return False
         if isinstance(self._sizes, PlannedSizes):
             raise MemoryError(COLLECTIVE_ERROR + str(error)) from error
@@ -318,7 +315,9 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         """Zero gradients once per batch, and set earlier batches' gradients aside for a retry."""
         if not self._is_zeroed:
             if self._zero_grad is not None:
+                self._is_in_hook = True
                 self._zero_grad()
+                self._is_in_hook = False
             self._is_zeroed = True
         if self._state is not None and self._gradients is None:
             self._gradients = HeldGradients(self._parameters)
@@ -327,22 +326,30 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         """Run the backward pass. Hooks around it run only with the last part."""
         if self._backward_pass is None:
             return
+        without_callbacks = partial(replaced, self._trainer, callbacks=[])
         if not is_last:
-            with replaced(self._hooks, muted=("on_before_backward", "on_after_backward")):
+            hooks = {"on_before_backward": do_nothing, "on_after_backward": do_nothing}
+            with without_callbacks(), replaced(self._module, **hooks):
                 self._backward_pass(loss)
             return
         backward, gradients = self._module.backward, self._gradients
 
         def complete(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self._has_called_before_backward, self._is_in_hook = True, False
             # The gradient must be complete before `on_after_backward`.
             run = partial(backward, loss, *args, **kwargs)
             self._ranks.last_backward(run, loss, gradients, accumulating)
             if gradients is not None:
                 gradients.end()
-            self._has_gradient = True
+            self._is_in_hook = True
+            muted.close()
 
-        with replaced(self._module, backward=complete):
+        with ExitStack() as muted, replaced(self._module, backward=complete):
+            if self._has_called_before_backward:  # in an earlier attempt
+                muted.enter_context(without_callbacks())
+            self._is_in_hook = True
             self._backward_pass(loss)
+        self._is_in_hook = False
 
     def _roll_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
         """Restore the state before the attempt, free its memory and inform the other ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_opt.batching.micro_batching.rollback import HeldGradients
-from lightning_opt.batching.micro_batching.sizes import PassedBatches
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.trainer.lightning import prepare_for_backward
@@ -22,12 +21,73 @@ Backward = Callable[[], None]
 
 CPU = torch.device("cpu")
 
+MAX_PASSED = 256
+"""Maximum number of micro-batches that are stored as known to fit."""
+
 CAUTIOUS_BATCHES = 200
 """Number of batches after an out-of-memory error in which no size is assumed to fit."""
 
 
+REDUCTION_ERROR = (
+    "Out of memory on this rank while gradients were being reduced, although a batch as large had "
+    "passed before. The other ranks may be waiting in that reduction, so the batch is not retried: "
+    "resume from the last checkpoint, with a smaller batch. The allocator's message: "
+)
+
+COLLECTIVE_ERROR = (
+    "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
+    "in a collective with it, so the batch cannot be retried and the run ends on all ranks: "
+    "resume from the last checkpoint, with MicroBatching(size=...) or a smaller batch. The "
+    "allocator's message: "
+)
+
+
 class OtherRankFailedError(Exception):
     """Another rank ran out of memory, so this rank rolls its batch back too."""
+
+
+class HeldGradients:
+    """Gradients of an accumulation window's earlier batches, set aside while a batch runs.
+
+    A failed attempt therefore cannot change them. They are added after the batch's last backward
+    pass, and kept until the batch can no longer fail. This takes memory for a second set of
+    gradients, except at the first batch of a window, which has no earlier gradients.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._earlier = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        self._added = False
+        if self._earlier:
+            self.drop()
+
+    def drop(self) -> None:
+        self._added = False
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Add the earlier gradients to the batch's gradients."""
+        self._added = True
+        earlier_gradients, gradients = [], []
+        for parameter, earlier in self._earlier:
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = earlier
+            elif earlier.is_sparse or gradient.is_sparse:
+                parameter.grad = earlier + gradient
+            else:
+                earlier_gradients.append(earlier)
+                gradients.append(gradient)
+        if gradients:
+            torch._foreach_add_(gradients, earlier_gradients)
+
+    def end(self) -> None:
+        if not self._added:
+            for parameter, earlier in self._earlier:
+                parameter.grad = earlier
+        self._earlier = []
 
 
 class Ranks:
@@ -126,9 +186,9 @@ class DDPRanks(HostRanks):
     def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
         super().__init__(timeout, dist.get_world_size(model.process_group))
         self._model = model
-        self._passed = PassedBatches()
+        self._passed: deque[tuple[str, int, int]] = deque(maxlen=MAX_PASSED)
         self._cautious_batches = 0
-        self._risky = False
+        self._is_risky = False
 
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
         (most_parts,) = self.largest(parts)
@@ -142,13 +202,18 @@ class DDPRanks(HostRanks):
 
     def begin_batch(self, description: tuple[str, int, int] | None) -> None:
         self._cautious_batches -= 1
-        passed = description is not None and self._passed.covers(*description)
-        self._risky = self._cautious_batches > 0 or not passed
+        self._is_risky = self._cautious_batches > 0 or not self._is_known_to_fit(description)
         self.committed = False
-        self._broadcasts = self._model.require_forward_param_sync
+        self._forward_param_sync = self._model.require_forward_param_sync
+
+    def _is_known_to_fit(self, description: tuple[str, int, int] | None) -> bool:
+        if description is None:
+            return False
+        pattern, elements, samples = description
+        return any(p == pattern and e >= elements and s >= samples for p, e, s in self._passed)
 
     def begin_attempt(self) -> None:
-        self._model.require_forward_param_sync = self._broadcasts
+        self._model.require_forward_param_sync = self._forward_param_sync
 
     def last_backward(
         self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, accumulating: bool
@@ -158,7 +223,7 @@ class DDPRanks(HostRanks):
         Gradients are reduced unless ``accumulating``.
         """
         assert gradients is not None
-        if accumulating or self._any_is_risky():
+        if accumulating or self._exchange_failures():
             backward()
             self.commit()
             gradients.add_up()
@@ -172,27 +237,25 @@ class DDPRanks(HostRanks):
 
     def commit(self) -> None:
         """Exchange failures. If no rank has failed, the batch can no longer be rolled back."""
-        self._any_is_risky()
+        self._exchange_failures()
         self.committed = True
 
     def report_failure(self) -> None:
-        self.largest(True, self._risky)
-        self._distrust_all_sizes()
+        self._exchange_failures(failed=True)
 
-    def _any_is_risky(self) -> bool:
-        failed, risky = self.largest(False, self._risky)
-        if failed:
-            self._distrust_all_sizes()
+    def _exchange_failures(self, failed: bool = False) -> bool:
+        """Return whether the micro-batches of any rank are not known to fit."""
+        any_failed, any_is_risky = self.largest(failed, self._is_risky)
+        if any_failed:
+            self._passed.clear()
+            self._cautious_batches = CAUTIOUS_BATCHES
+        if any_failed and not failed:
             raise OtherRankFailedError
-        return bool(risky)
-
-    def _distrust_all_sizes(self) -> None:
-        self._passed = PassedBatches()
-        self._cautious_batches = CAUTIOUS_BATCHES
+        return bool(any_is_risky)
 
     def record_success(self, description: tuple[str, int, int] | None) -> None:
-        if description is not None:
-            self._passed.add(*description)
+        if description is not None and not self._is_known_to_fit(description):
+            self._passed.append(description)
 
 
 @contextmanager

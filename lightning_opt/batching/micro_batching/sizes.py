@@ -213,21 +213,3 @@ def _store(by_shape: dict[str, Any], shape: str, value: Any) -> None:
 def pattern_of(shape: str) -> str:
     """Return the shape with each length replaced by ``n``."""
     return re.sub(r"\d+(?=[,\]])", "n", shape)
-
-
-class PassedBatches:
-    """Micro-batches that fitted into memory. A micro-batch that is no larger is assumed to fit."""
-
-    def __init__(self) -> None:
-        self._passed: dict[str, list[tuple[int, int]]] = {}
-
-    def covers(self, pattern: str, elements: int, samples: int) -> bool:
-        return any(e >= elements and s >= samples for e, s in self._passed.get(pattern, ()))
-
-    def add(self, pattern: str, elements: int, samples: int) -> None:
-        if self.covers(pattern, elements, samples):
-            return
-        passed = self._passed.setdefault(pattern, [])
-        passed[:] = [(e, s) for e, s in passed if e > elements or s > samples]
-        passed.append((elements, samples))
-        del passed[:-MAX_SHAPES]

@@ -302,17 +302,24 @@ def test_fixed_size_does_not_retry():
         train(lo.MicroBatching(8), net=Net(fits=4))
 
 
-@pytest.mark.parametrize("place", ["on_after_backward", "optimizer_step"])
-def test_batch_is_not_retried_after_its_backward_pass(place):
+@pytest.mark.parametrize("owner", ["callback", "module"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    ],
+)
+def test_batch_is_not_retried_if_memory_runs_out_in_a_hook(owner, hook):
     def run_out(*args: Any) -> None:
-        if args:  # the optimizer's step: (epoch, batch_idx, optimizer, closure)
-            args[-1]()
         raise torch.OutOfMemoryError("planted")
 
-    net = Net()
-    setattr(net, place, run_out)
+    net, callback = Net(), Callback()
+    setattr(net if owner == "module" else callback, hook, run_out)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        train(lo.MicroBatching(), net=net)
+        train(callback, lo.MicroBatching(), net=net)
     assert net.seen == list(range(16))
 
 

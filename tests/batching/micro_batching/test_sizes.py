@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.batching import peaks
-from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak, PassedBatches
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak
 from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, malloc_trim, resident_memory
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
@@ -219,13 +219,3 @@ def test_failed_growth_doubles_the_wait():
         assert grown(again, 45) == [20, 40]
         assert again.shapes == {}  # no more splits
         assert grown(again, 25) == []
-
-
-def test_smaller_micro_batches_than_passed_ones_are_covered():
-    passed = PassedBatches()
-    passed.add("a", 10, 8)
-    assert passed.covers("a", 10, 8)
-    assert passed.covers("a", 3, 8)
-    assert not passed.covers("a", 11, 1)
-    assert not passed.covers("a", 1, 9)
-    assert not passed.covers("b", 10, 8)
