@@ -60,7 +60,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"threshold": 0.01, "release": 0.0, "actions": ["malloc_trim"], "every_n_steps": 1},
     ],
     "MemoryProfiler": [
-        {"every_n_steps": 5, "modules": True, "file": None},
+        {"every_n_steps": 5, "modules": True},
     ],
     "MicroBatching": [{"size": 3}],
     "PerformanceMonitor": [

@@ -79,9 +79,9 @@ def advanced() -> Preset:
               "recomputes blocks in the backward pass instead of keeping them",
               "up to a third of a step; 'auto' runs some tens of steps on the first batch",
               _why_not_checkpointing)
-        .plus(DataPipelineTuner, _tuner_settings,
+        .plus(DataPipelineTuner, None,
               "tunes workers and prefetching of the training loader by measuring",
-              "up to 20 s before the first step; workers need memory")
+              "up to 20 s before the first step; workers need memory", _why_not_workers)
         .plus(GarbageCollection, None,
               "all ranks collect garbage at the same step; otherwise each waits for the others",
               "objects in reference cycles live for up to 100 steps", _why_single_process)
@@ -241,6 +241,12 @@ def _why_not_compile(situation: Situation) -> str | None:
     return why_no_compiler(situation.device, situation.forks)
 
 
+def _why_not_workers(situation: Situation) -> str | None:
+    if situation.arguments.get("deterministic"):
+        return "random augmentation would depend on the number of workers it finds"
+    return None
+
+
 def _why_single_process(situation: Situation) -> str | None:
     return None if situation.processes > 1 else "there is only one process"
 
@@ -294,8 +300,3 @@ def _tuned_compile(situation: Situation) -> dict[str, Any]:
         return _compile_scope(situation)
     # CUDA graphs overwrite gradients that are still being accumulated.
     return {"mode": "max-autotune-no-cudagraphs", "scope": "regions"}
-
-
-def _tuner_settings(situation: Situation) -> dict[str, Any]:
-    # Random augmentation would depend on the number of workers.
-    return {"random_items": "refuse"} if situation.arguments.get("deterministic") else {}

@@ -127,9 +127,8 @@ def train_in_ddp(tuned: bool, cached: bool, own_sampler: bool) -> Any:
         devices=2,
         **({"distributed": True} if own_sampler else {"shuffle": True}),
     )
-    chosen = tuner.chosen.to_dict() if tuner.chosen else None
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return record.seen, record.states, weights, record.workers, chosen
+    return record.seen, record.states, weights, record.workers, tuner.chosen
 
 
 def tune_in_ddp() -> Any:
@@ -140,7 +139,7 @@ def tune_in_ddp() -> Any:
     tuner = lo.DataPipelineTuner(max_workers=2, verbose=False)
     trainer = quiet_trainer(callbacks=[tuner], devices=2, strategy="ddp")
     trainer.fit(Recorded(), DataLoader(dataset, batch_size=4))
-    return tuner.chosen.to_dict() if tuner.chosen else None, tuner.report().rows
+    return tuner.chosen, tuner.report().rows
 
 
 def tune_with_failures_on_rank_1() -> Any:
@@ -153,9 +152,7 @@ def tune_with_failures_on_rank_1() -> Any:
     settings = []
     for failure in ("hang", "raise"):
         data = DataLoader(FailsInWorkers(failure), batch_size=4)
-        tuner = lo.DataPipelineTuner(
-            max_workers=1, prefetch=(2,), budget_seconds=2.0, verbose=False
-        )
+        tuner = lo.DataPipelineTuner(max_workers=1, budget_seconds=2.0, verbose=False)
         record = Settings()
         trainer = quiet_trainer(callbacks=[tuner, record], devices=2, strategy="ddp")
         trainer.fit(Recorded(), data)
@@ -168,7 +165,7 @@ class Settings(Callback):
     """Records the loader's settings during training."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.settings = settings_of(trainer.train_dataloader).to_dict()
+        self.settings = settings_of(trainer.train_dataloader)
 
 
 class Sleepy(Rows):
@@ -191,7 +188,8 @@ class FailsInWorkers(Sleepy):
         self.failure = failure
 
     def __getitem__(self, index: int) -> Any:
-        if get_worker_info() is not None and os.environ["LOCAL_RANK"] == "1":
+        info = get_worker_info()  # its dataset is another one where a batch is timed alone
+        if info is not None and info.dataset is self and os.environ["LOCAL_RANK"] == "1":
             if self.failure == "raise":
                 raise RuntimeError("broken worker")
             time.sleep(600)

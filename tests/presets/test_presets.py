@@ -449,7 +449,7 @@ def test_situation_of_trainer_arguments(trainer, expected):
     assert (found.device, found.processes, found.strategy) == expected
 
 
-def test_deterministic_runs_exclude_random_items_from_tuning():
-    settings = {c.part.name: c.settings for c in lo.preset("advanced").choose(deterministic=True)}
-    assert settings["DataPipelineTuner"] == {"random_items": "refuse"}
+def test_deterministic_runs_exclude_the_tuner_of_workers():
+    found = reason(lo.preset("advanced"), "DataPipelineTuner", deterministic=True)
+    assert "random augmentation" in found
     quiet_trainer(**quick("advanced").trainer_kwargs(deterministic=True)).fit(SmallNet())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,9 +37,6 @@ class LoaderSettings:
     prefetch: int | None = None
     pin: bool = False
     persistent: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:

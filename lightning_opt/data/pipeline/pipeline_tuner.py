@@ -6,14 +6,15 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.machine import available_cpus
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.preserve import isolated_random
@@ -32,12 +33,7 @@ from lightning_opt.data.pipeline.loaders import (
     reason_to_skip,
     settings_of,
 )
-from lightning_opt.data.pipeline.probing import (
-    ProbeError,
-    probe,
-    signal_handler_restored,
-    time_loader,
-)
+from lightning_opt.data.pipeline.probing import probe, time_loader
 from lightning_opt.data.pipeline.search import Measured, Search
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -53,14 +49,19 @@ MAX_WAITING_WORKERS = 16
 """Maximum number of workers if items wait for a disk or network, unless the CPUs allow more."""
 
 
+class MeasuringError(Exception):
+    """Raised with the reason if a loader cannot be measured."""
+
+
 class DataPipelineTuner(RunCallback):
     """Measures the training loader before the first step, and keeps the fastest settings.
 
-    It tries a few numbers of workers, values of ``prefetch_factor`` and, on CUDA, pinned memory, on
-    the real dataset. Between the batches it runs the real training step (forward and backward
-    pass). It stops as soon as the loader is no longer the bottleneck. The loader is changed in
-    place and restored after the run: dataset, sampler (DDP's too), collate function, generator and
-    subclass stay the same.
+    It tries a few numbers of workers and two values of ``prefetch_factor`` on the real dataset.
+    Between the batches it runs the real training step (forward and backward pass). It stops as soon
+    as the loader is no longer the bottleneck. On CUDA memory is pinned. Workers persist from one
+    epoch to the next, unless the dataset has ``set_epoch``, which does not reach running workers.
+    The loader is changed in place and restored after the run: dataset, sampler (DDP's too), collate
+    function, generator and subclass stay the same.
 
     The order of samples is the same as without it. Measurements do not change the dataset or the
     sampler of this process, and random state is restored. Some loaders stay unchanged, with a
@@ -76,13 +77,7 @@ class DataPipelineTuner(RunCallback):
         max_workers: The largest number of workers per process. None uses the process's share of the
             CPUs that affinity and control groups allow, or up to 16 if items wait for a disk or a
             network.
-        prefetch: Values of ``prefetch_factor`` to try; the first is used while the number of
-            workers is chosen.
-        pin: ``"auto"`` tries pinned memory on CUDA; True or False sets it.
-        persistent: Keep workers from one epoch to the next, unless the dataset has ``set_epoch``,
-            which does not reach running workers.
         budget_seconds: Seconds after which no further trial starts, and the limit of each trial.
-        random_items: ``"allow"``, or ``"refuse"`` to skip loaders whose items are random.
         verbose: Print the table.
 
     Attributes:
@@ -101,24 +96,13 @@ class DataPipelineTuner(RunCallback):
     def __init__(
         self,
         max_workers: int | None = None,
-        prefetch: Sequence[int] = (2, 4),
-        pin: Literal["auto"] | bool = "auto",
-        persistent: bool = True,
         budget_seconds: float = 20.0,
-        random_items: Literal["allow", "refuse"] = "allow",
         verbose: bool = True,
     ) -> None:
         if max_workers is not None:
             check_at_least("max_workers", max_workers, 0)
-        if isinstance(prefetch, (str, int)) or not prefetch:
-            raise ValueError(f"prefetch must be one or more whole numbers, got {prefetch!r}.")
-        if not isinstance(pin, bool) and pin != "auto":
-            raise ValueError(f'pin must be "auto", True or False, got {pin!r}.')
         self.max_workers = max_workers
-        self.prefetch = tuple(check_at_least("prefetch", factor, 1) for factor in prefetch)
-        self.pin, self.persistent = pin, persistent
         self.budget_seconds = check_positive("budget_seconds", budget_seconds)
-        self.random_items = check_one_of("random_items", random_items, ("allow", "refuse"))
         self.verbose = verbose
         self._reset()
 
@@ -178,7 +162,7 @@ class DataPipelineTuner(RunCallback):
             try:
                 with isolated_random(device):
                     self.chosen = self._tune(trainer, pl_module, loader)
-            except ProbeError as error:
+            except MeasuringError as error:
                 self._skip(str(error))
         if self.chosen is not None:
             self._loader = loader
@@ -214,17 +198,14 @@ class DataPipelineTuner(RunCallback):
         device, failure = trainer.strategy.root_device, "another rank could not measure it"
         try:
             probed = probe(loader, indices, self.budget_seconds)
-        except Exception as error:  # noqa: BLE001 - the user's sampler may raise anything
-            failure, probed = str(error), (math.inf, 1.0, None, None)
-        seconds, busy, batch, randomness = probed
+        except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
+            failure = f"a separate process could not fetch a batch: {last_line(error)}"
+            probed = math.inf, 1.0, None
+        seconds, busy, batch = probed
         # One reduction for all values. The minimum of CPUs is the maximum of their negatives.
-        fetch, busy, is_random, cpus = largest_over_ranks(
-            [seconds, busy, float(randomness is not None), -float(available_cpus())], device
-        )
+        fetch, busy, cpus = largest_over_ranks([seconds, busy, -float(available_cpus())], device)
         if math.isinf(fetch):
-            raise ProbeError(failure)
-        if is_random and self.random_items == "refuse":
-            raise ProbeError(f"its items are random: {randomness or 'on another rank'}")
+            raise MeasuringError(failure)
         written = WrittenParameters(pl_module)
         step, step_seconds = self._trial_step(trainer, pl_module, batch, written)
 
@@ -236,10 +217,10 @@ class DataPipelineTuner(RunCallback):
             try:
                 measured = time_loader(loader, indices, settings, step, MEASUREMENT_SECONDS, limit)
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-                failure, measured = f"{settings} failed: {error}", (math.inf, 1.0)
+                failure, measured = f"{settings} failed: {last_line(error)}", (math.inf, 1.0)
             seconds, wait = largest_over_ranks(measured, device)
             if math.isinf(seconds):  # a rank has failed, so all ranks stop
-                raise ProbeError(failure)
+                raise MeasuringError(failure)
             return Measured(settings, seconds, wait)
 
         largest = max_workers_for(int(-cpus), trainer.num_devices, busy)
@@ -248,11 +229,10 @@ class DataPipelineTuner(RunCallback):
             max_workers=largest if self.max_workers is None else self.max_workers,
             # Keep workers if there were any: without them, later draws of the sampler would differ.
             min_workers=int(present.workers > 0),
-            prefetch=self.prefetch,
-            pins=self._pins(trainer, present),
-            persistent=present.persistent or (self.persistent and can_persist(trainer, loader)),
+            pin=present.pin or device.type == "cuda",
+            persistent=present.persistent or can_persist(trainer, loader),
         )
-        with without_side_effects(trainer, pl_module, written), signal_handler_restored():
+        with without_side_effects(trainer, pl_module, written):
             chosen = search.run(fetch, step_seconds)
         self._tried = search.tried
         step_time = f"{1e3 * step_seconds:.3g} ms" if step_seconds else "an unknown time"
@@ -260,11 +240,6 @@ class DataPipelineTuner(RunCallback):
             f"Ended because {search.reason}, after {time.perf_counter() - start:.1f} s. A batch "
             f"takes {1e3 * fetch:.3g} ms to fetch without workers, a step {step_time}."
         ]
-        if randomness is not None:
-            self._notes.append(
-                f"Items are random ({randomness}): the order of samples stays, but workers draw "
-                "other numbers."
-            )
         if self.verbose and trainer.is_global_zero:
             self.chosen = chosen
             self.report().print()
@@ -304,12 +279,6 @@ class DataPipelineTuner(RunCallback):
             return lambda batch: time.sleep(seconds), seconds
         return step, seconds
 
-    def _pins(self, trainer: pl.Trainer, present: LoaderSettings) -> tuple[bool, ...]:
-        if isinstance(self.pin, bool):
-            return (self.pin,)
-        on_cuda = trainer.strategy.root_device.type == "cuda"
-        return (present.pin, not present.pin) if on_cuda else (present.pin,)
-
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make persistent workers draw the same seeds each epoch as new workers would."""
         if self._loader is None or self._keeps_workers:
@@ -346,7 +315,7 @@ class DataPipelineTuner(RunCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the chosen settings."""
-        return {} if self.chosen is None else {"settings": self.chosen.to_dict()}
+        return {} if self.chosen is None else {"settings": asdict(self.chosen)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Use the settings of a checkpoint."""
@@ -356,6 +325,11 @@ class DataPipelineTuner(RunCallback):
         """Restore the loader, the Trainer and the strategy."""
         self._patches.close()
         self._restore_loader()
+
+
+def last_line(error: Exception) -> str:
+    """Return the end of an error's message; that of a worker is a whole traceback."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1].rstrip(".")
 
 
 def max_workers_for(cpus: int, processes: int, busy: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from lightning_opt.data.pipeline.loaders import LoaderSettings
@@ -19,6 +19,10 @@ MIN_GAIN = 0.03
 
 MIN_WORKER_GAIN = 0.05
 """Minimum gain of workers over no workers."""
+
+
+PREFETCH, LARGE_PREFETCH = 2, 4
+"""torch's ``prefetch_factor``, and one that is tried if the loader remains the bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,7 @@ class Search:
         measure: Measures one setting, or returns None when the time is up.
         max_workers: The largest number of workers.
         min_workers: The smallest number of workers.
-        prefetch: Values of ``prefetch_factor``; the first is used while the number of workers is
-            chosen.
-        pins: Values of ``pin_memory``; the second is tried last.
+        pin: ``pin_memory`` of every setting.
         persistent: ``persistent_workers`` of every setting with workers.
 
     Attributes:
@@ -57,8 +59,7 @@ class Search:
     measure: Callable[[LoaderSettings], Measured | None]
     max_workers: int
     min_workers: int = 0
-    prefetch: Sequence[int] = (2, 4)
-    pins: Sequence[bool] = (False,)
+    pin: bool = False
     persistent: bool = False
     tried: list[Measured] = field(default_factory=list)
     reason: str = ""
@@ -74,7 +75,7 @@ class Search:
         self.reason = "no other setting was better"
         total = fetch + step
         without_workers = Measured(
-            LoaderSettings(pin=self.pins[0]), total, fetch / total if total else 0.0
+            LoaderSettings(pin=self.pin), total, fetch / total if total else 0.0
         )
         if not self.min_workers:
             self.tried.append(without_workers)
@@ -88,8 +89,8 @@ class Search:
             self._try_numbers_of_workers(
                 math.ceil(1.1 * fetch / step) if step else self.max_workers
             )
-            self._try_prefetch()
-            self._try_pins()
+            if self._best is not None and not self._is_enough():
+                self._try(replace(self._best.settings, prefetch=LARGE_PREFETCH))
         limit = math.inf if self.min_workers else (1 - MIN_WORKER_GAIN) * without_workers.seconds
         if self._best is not None and self._best.seconds > limit:
             self._try(self._best.settings)  # measure again: the machine may have been slow
@@ -122,18 +123,7 @@ class Search:
             self._best = fewer  # as fast, with fewer processes
 
     def _with_workers(self, workers: int) -> LoaderSettings:
-        return LoaderSettings(workers, self.prefetch[0], self.pins[0], self.persistent)
-
-    def _try_prefetch(self) -> None:
-        for prefetch in self.prefetch[1:]:
-            if self._best is None or self._is_enough():
-                return
-            self._try(replace(self._best.settings, prefetch=prefetch))
-
-    def _try_pins(self) -> None:
-        for pin in self.pins[1:]:
-            if self._best is not None:
-                self._try(replace(self._best.settings, pin=pin))
+        return LoaderSettings(workers, PREFETCH, self.pin, self.persistent)
 
     def _try(self, settings: LoaderSettings) -> Measured | None:
         measured = self.measure(settings)

@@ -87,7 +87,7 @@ def test_samples_are_the_same_under_ddp(cached, own_sampler):
     for mine, reference in zip(actual, expected, strict=True):
         assert mine[:2] == reference[:2]
         assert_same_weights(mine[2], reference[2])
-        assert mine[3:] == ({2}, WORKERS.to_dict())
+        assert mine[3:] == ({2}, WORKERS)
     for epoch in range(3):
         rows = [row for seen, *_ in actual for b in seen[3 * epoch : 3 * epoch + 3] for row in b]
         assert sorted(rows) == list(range(24))
@@ -98,7 +98,7 @@ def test_ranks_choose_the_same_settings():
     (first, rows), (second, other_rows) = launch(tune_in_ddp)
     assert first == second
     assert rows[1:] == other_rows[1:]  # the slower rank's times
-    assert first["workers"] >= 1
+    assert first.workers >= 1
 
 
 @pytest.mark.distributed
@@ -109,7 +109,7 @@ def test_failed_trial_on_one_rank_keeps_the_loader_of_all_ranks():
         (["another rank"] * 2, ["timed out", "broken worker"]),
         strict=True,
     ):
-        assert settings == [LoaderSettings().to_dict()] * 2
+        assert settings == [LoaderSettings()] * 2
         assert len(warnings) == 2
         for warning, reason in zip(warnings, reasons, strict=True):
             assert reason in warning
@@ -163,7 +163,7 @@ def fit(tuner, data, model=None, **settings):
 
 def test_waiting_items_get_workers_and_the_table_is_printed(capsys):
     data = DataLoader(Sleepy(48, 0.01), batch_size=4)
-    tuner = lo.DataPipelineTuner(max_workers=2, prefetch=(2,))
+    tuner = lo.DataPipelineTuner(max_workers=2)
     fit(tuner, data)
     assert tuner.chosen.workers == 2
     assert data.num_workers == 0  # restored after the run
@@ -271,21 +271,20 @@ class TwoLoaders(Recorded):
 
 
 @pytest.mark.parametrize(
-    ("data", "settings", "reason"),
+    ("data", "reason"),
     [
-        (lambda: DataLoader(Stream()), {}, "iterable"),
-        (lambda: DataLoader(Rows(), sampler=AsItGoes(), batch_size=4), {}, "batch by batch"),
-        (lambda: [DataLoader(Rows()), DataLoader(Rows())], {}, "several"),
-        (lambda: DataLoader(Broken(), batch_size=4), {}, "KeyError: 'broken'"),
-        (lambda: DataLoader(Augmented(), batch_size=4), {"random_items": "refuse"}, "are random"),
-        (lambda: unpicklable(), {}, "cannot be sent to a process .* 'spawn'"),
+        (lambda: DataLoader(Stream()), "iterable"),
+        (lambda: DataLoader(Rows(), sampler=AsItGoes(), batch_size=4), "batch by batch"),
+        (lambda: [DataLoader(Rows()), DataLoader(Rows())], "several"),
+        (lambda: DataLoader(Broken(), batch_size=4), "KeyError: 'broken'"),
+        (lambda: unpicklable(), "pickle"),
     ],
-    ids=["iterable", "sampler", "several", "broken", "random", "unpicklable"],
+    ids=["iterable", "sampler", "several", "broken", "unpicklable"],
 )
-def test_untunable_loader_stays_unchanged_with_a_warning(data, settings, reason, caplog):
+def test_untunable_loader_stays_unchanged_with_a_warning(data, reason, caplog):
     loaders = data()
     before = [dict(vars(loader)) for loader in _each(loaders)]
-    tuner = lo.DataPipelineTuner(**settings)
+    tuner = lo.DataPipelineTuner()
     model = Ignoring()
     with caplog.at_level(logging.WARNING):
         fit(tuner, loaders, model, max_steps=2)
@@ -319,24 +318,12 @@ class Broken(Rows):
         return super().__getitem__(index)
 
 
-class Augmented(Rows):
-    def __getitem__(self, index):
-        inputs, target = super().__getitem__(index)
-        return inputs + torch.rand(6), target
-
-
 def unpicklable():
     loader = DataLoader(datasets.Unpicklable(), batch_size=4)
     vars(loader)["_DataLoader__multiprocessing_context"] = __import__(
         "multiprocessing"
     ).get_context("spawn")
     return loader
-
-
-def test_source_of_randomness_is_reported():
-    tuner = lo.DataPipelineTuner(verbose=False)
-    fit(tuner, DataLoader(Augmented(), batch_size=4))
-    assert "torch" in tuner.report().notes[1]
 
 
 def test_failing_trial_step_leaves_its_time_unknown(monkeypatch):
@@ -371,18 +358,7 @@ def test_most_workers_by_cpus_and_busy_share():
     assert tuning.max_workers_for(128, 4, 0.0) == 32  # the share of the CPUs is more than 16
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_workers": -1}, "max_workers"),
-        ({"prefetch": ()}, "prefetch"),
-        ({"prefetch": (0,)}, "prefetch"),
-        ({"prefetch": 2}, "prefetch"),
-        ({"pin": "yes"}, "pin"),
-        ({"budget_seconds": 0}, "budget_seconds"),
-        ({"random_items": "maybe"}, "random_items"),
-    ],
-)
-def test_invalid_arguments_raise(settings, message):
-    with pytest.raises(ValueError, match=message):
-        lo.DataPipelineTuner(**settings)
+def test_invalid_arguments_raise():
+    for settings in ({"max_workers": -1}, {"budget_seconds": 0}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            lo.DataPipelineTuner(**settings)

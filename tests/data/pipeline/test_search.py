@@ -96,17 +96,6 @@ def test_best_so_far_is_chosen_when_the_time_is_up(stops):
     assert search.reason == "the time was up"
 
 
-def test_pinned_memory_is_tried_last():
-    class Pinning(Machine):
-        def seconds(self, settings):
-            return super().seconds(settings) * (0.8 if settings.pin else 1.0)
-
-    machine = Pinning(0.02, 0.001)
-    assert run(machine, pins=(False, True))[1].pin
-    pins = [settings.pin for settings in machine.measured]
-    assert pins == [False] * (len(pins) - 1) + [True]
-
-
 @given(
     fetch=st.floats(1e-5, 0.5),
     step=st.floats(1e-5, 0.5),
