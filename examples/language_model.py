@@ -99,7 +99,7 @@ def train(variant: Variant, data: TensorDataset, warmup: int, seed: int) -> dict
     L.seed_everything(seed, verbose=False)
     model, record, callbacks = LanguageModel(warmup), Record(), variant.callbacks()
     # One batch in 5 is profiled, which does not affect the median time.
-    memory = lo.MemoryProfiler(every_n_steps=5, file=None)
+    memory = lo.MemoryProfiler(every_n_steps=5)
     trainer = quiet_trainer(
         [*callbacks, memory, record],
         max_epochs=1,

@@ -30,7 +30,6 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     torch.manual_seed(0)
     rounds, steps = (1, 50) if arguments.quick else (7, STEPS)
-    quiet = {"file": None}
     candidates = {
         "bare step": [],
         "bare step again": [],
@@ -38,8 +37,8 @@ def main() -> None:
         "GarbageCollection": [lo.GarbageCollection()],
         "MemoryCleanup and GarbageCollection": [lo.MemoryCleanup(), lo.GarbageCollection()],
         "LeakDetector": [lo.LeakDetector()],
-        "MemoryProfiler": [lo.MemoryProfiler(**quiet)],
-        "MemoryProfiler, every 10 steps": [lo.MemoryProfiler(10, **quiet)],
+        "MemoryProfiler": [lo.MemoryProfiler()],
+        "MemoryProfiler, every 10 steps": [lo.MemoryProfiler(10)],
     }
     module = ten_millisecond_model().to(arguments.device)
     times = time_steps(module, candidates, rounds=rounds, steps=steps)

@@ -229,7 +229,7 @@ def run_doctor(argv: Sequence[str]) -> int:
             GradientHealth(every_n_steps=every),
             PerformanceMonitor(every_n_steps=every),
             DataMonitor(every_n_steps=every),
-            MemoryProfiler(every_n_steps=every, file=None),
+            MemoryProfiler(every_n_steps=every),
             LeakDetector(every_n_steps=max(1, steps // 20), warmup_steps=steps // 5),
         ],
     )
@@ -270,7 +270,7 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
     folder = {"default_root_dir": job.options.out} if getattr(job.options, "out", None) else {}
     arguments = {**RUN_DEFAULTS, **folder, **given, **fixed}
     if job.options.preset:
-        preset = preset_of(job.options.preset, job.options.without).for_model(model)
+        preset = preset_of(job.options.preset, job.options.without)
         arguments = preset.trainer_kwargs(**arguments)
     trainer: pl.Trainer = package.Trainer(**arguments)
     trainer.fit(model, data)  # `data` may be a LightningDataModule

@@ -127,7 +127,7 @@ def fit(kind: str, callback: Any, **settings: Any) -> dict[str, Tensor]:
 def fit_with_each(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the weights of each run, and the figures of the callbacks."""
     auto = lo.ActivationCheckpointing("auto", budget=0.7, strict=False)
-    profiler = lo.MemoryProfiler(every_n_steps=2, modules=True, file=None)
+    profiler = lo.MemoryProfiler(every_n_steps=2, modules=True)
     cleanup = lo.MemoryCleanup(every_n_steps=1, threshold=0.002, release=0.001)
     callbacks = {
         "auto": auto,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +30,6 @@ from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-DATA = "memory_profile.json"
 
 
 class MemoryProfiler(RunCallback):
@@ -65,10 +61,6 @@ class MemoryProfiler(RunCallback):
         every_n_steps: Batches from one profiled step to the next, at least 1.
         modules: Also count, in the first profiled step, the tensors that autograd saves in each
             module.
-        file: Where to save the JSON: True for ``memory_profile.json`` in the logger's directory, a
-            path, or None or False for nowhere.
-        history: On CUDA, record the stack trace of each allocation for the snapshot. Costs some
-            microseconds per allocation.
 
     Raises:
         ValueError: In ``__init__`` if ``every_n_steps`` is not a whole number of at least 1.
@@ -91,19 +83,15 @@ class MemoryProfiler(RunCallback):
         self,
         every_n_steps: int = 50,
         modules: bool = False,
-        file: bool | str | None = True,
-        history: bool = False,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
-        self.modules, self.history = modules, history
-        self._file = file
+        self.modules = modules
         self._watch, self._step = ExitStack(), ExitStack()
         self._reset(torch.device("cpu"))
 
     def _reset(self, device: torch.device) -> None:
         self.profile = MemoryProfile()
         self._device = device
-        self._started = perf_counter()
         self._steps = 0
         self._phase = "start"
         self._stop()
@@ -139,25 +127,20 @@ class MemoryProfiler(RunCallback):
         record = Record(
             name,
             self._steps,
-            perf_counter() - self._started,
             live,
             resident_memory(),
-            torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0,
             None if self._categories is None else self._categories.divide(live),
         )
         self.profile.records.append(record)
         return record
 
     def delta(self, first: str, second: str) -> int:
-        """Return the growth of live memory in bytes, from the newest ``first`` to ``second``.
-
-        ``first`` is the newest record of that name before the newest ``second``.
+        """Return the growth of live memory in bytes between the newest records of two names.
 
         Raises:
             KeyError: If there is no such record.
         """
-        end = self.profile.latest(second)
-        return end.live - self.profile.latest(first, before=end).live
+        return self.profile.latest(second).live - self.profile.latest(first).live
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -180,9 +163,6 @@ class MemoryProfiler(RunCallback):
     def _start_watching(self) -> None:
         self.profile.source = live_source(self._device)
         self._watch.enter_context(timing_collections(self.profile.pauses))
-        if self.history and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self._watch.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -288,14 +268,11 @@ class MemoryProfiler(RunCallback):
         values |= {f"{name}_mb": part / MB for name, part in (fullest.parts or {}).items()}
         values["gc_pause_ms"] = 1e3 * sum(self.profile.pauses)
         if self._device.type == "cuda":
+            reserved = torch.cuda.memory_reserved(self._device)
+            values["reserved_mb"] = reserved / MB
+            values["fragmentation"] = 1 - last.live / max(1, reserved)
             stats = torch.cuda.memory_stats(self._device)
-            reserved = max(1, last.reserved)
-            self.profile.allocator = {
-                "reserved_mb": last.reserved / MB,
-                "fragmentation": 1 - last.live / reserved,
-                "alloc_retries": float(stats.get("num_alloc_retries", 0)),
-            }
-            values |= self.profile.allocator
+            values["alloc_retries"] = float(stats.get("num_alloc_retries", 0))
         log_scalars(trainer, {f"profile/{key}": value for key, value in values.items()})
 
     # --- results --------------------------------------------------------------------------------
@@ -321,30 +298,17 @@ class MemoryProfiler(RunCallback):
         """Return one row per module with the tensors that autograd saved, the largest first."""
         return self.profile.module_table(top)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the JSON."""
-        folder = Path(
-            trainer.log_dir or trainer.default_root_dir
-        )  # broadcasts, so all ranks must call it
-        if "forward" not in self.profile.peaks:  # no profiled step
-            return
-        if self._file and trainer.is_global_zero:
-            path = folder / DATA if self._file is True else Path(str(self._file))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.profile.to_dict(), indent=1))
-
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Report the live tensors if memory has run out, and stop profiling."""
-        self._end_step()  # not `_stop`: the report needs the allocator's history
+        self._stop()
         if is_out_of_memory(exception):
             # Not `trainer.log_dir`: it broadcasts, and other ranks may not take part.
             folder = getattr(trainer.logger, "log_dir", None) or trainer.default_root_dir
             write_out_of_memory_report(
                 exception, pl_module, trainer.optimizers, self._device, self._phase, Path(folder)
             )
-        self.release(trainer)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Stop profiling."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 from weakref import WeakSet
@@ -194,19 +193,15 @@ class Record:
     Attributes:
         name: Name of the moment.
         step: Training batches before it.
-        seconds: Since the profiler started.
         live: Live bytes, by the allocator's own counter.
         resident: Physical memory of the process, in bytes.
-        reserved: Bytes that the CUDA allocator holds; 0 elsewhere.
         parts: Bytes by category, in profiled steps.
     """
 
     name: str
     step: int
-    seconds: float
     live: int
     resident: int
-    reserved: int = 0
     parts: Mapping[str, int] | None = None
 
 
@@ -220,7 +215,6 @@ class MemoryProfile:
         exact: Whether the peaks were measured, not only memory at the two ends of a phase.
         source: The counter of live memory.
         pauses: Seconds of each garbage collection.
-        allocator: State of the CUDA allocator: reserved MB, fragmentation and retries.
         modules: Tensors that autograd saved in one step, by module.
     """
 
@@ -229,28 +223,15 @@ class MemoryProfile:
     peaks: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     exact: bool = True
     pauses: list[float] = field(default_factory=list)
-    allocator: dict[str, float] = field(default_factory=dict)
     modules: list[SavedBytes] = field(default_factory=list)
 
-    def latest(self, name: str, before: Record | None = None) -> Record:
-        """Return the newest record of a name, if given before another record."""
-        earlier = itertools.takewhile(lambda record: record is not before, self.records)
-        matching = [record for record in earlier if record.name == name]
+    def latest(self, name: str) -> Record:
+        """Return the newest record of a name."""
+        matching = [record for record in self.records if record.name == name]
         if not matching:
             known = ", ".join(dict.fromkeys(record.name for record in self.records)) or "none"
             raise KeyError(f"No record {name!r} to compare with; recorded so far: {known}.")
         return matching[-1]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "records": [asdict(record) for record in self.records],
-            "peaks": self.peaks,
-            "peaks_followed_within": self.exact,
-            "gc_seconds": self.pauses,
-            "allocator": self.allocator,
-            "modules": [asdict(entry) for entry in self.modules],
-        }
 
     def phase_table(self) -> Report:
         ends = {"forward": "after_forward", "backward": "after_backward", "optimizer": "step_end"}
@@ -269,8 +250,7 @@ class MemoryProfile:
         title = "MemoryProfiler: peaks by phase, and memory at its end by category"
         return Report(title, rows, self._notes())
 
-    def module_table(self, top: int | None = 20) -> Report:
-        """Return one row per module with the tensors that autograd saved, the largest first."""
+    def module_table(self, top: int | None) -> Report:
         rows = [
             {
                 "module": entry.module or "(root)",
@@ -296,5 +276,4 @@ class MemoryProfile:
                 f"Garbage collection: {len(self.pauses)} times, {sum(self.pauses):.3g} s, the "
                 f"longest {1e3 * max(self.pauses):.3g} ms."
             )
-        notes += [f"CUDA allocator: {name} {value:g}." for name, value in self.allocator.items()]
         return notes
