@@ -124,7 +124,7 @@ def _average_compressed(
     row = codec.nbytes
     gathered = torch.empty(count, row, dtype=torch.uint8, device=_message_device(residual))
     if replicas.is_leader:
-        shards = functional.pad(residual, (0, count * size - numel)).view(count, size)
+        shards = _shards(residual, size, count)
         sent = torch.zeros(count, row, dtype=torch.uint8, device=residual.device)
         for shard, codec.message in zip(shards, sent, strict=True):
             write_flag(codec.message, not finite)
@@ -132,7 +132,7 @@ def _average_compressed(
                 codec.compress(shard)
         received = _all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
         messages = [message for message in received if not any_flag(message)]
-        total = torch.zeros_like(shards[0])
+        total = torch.zeros_like(shards[replicas.index])
         for message in messages:
             codec.decompress_add(message, total, 1.0 / len(messages))
         own = codec.message = torch.zeros_like(sent[0])
@@ -141,7 +141,6 @@ def _average_compressed(
             codec.compress(total)
             # The unsent rest of the mean.
             shards[replicas.index].add_(total, alpha=count)
-        residual.copy_(shards.view(-1)[:numel])
         gathered.copy_(_all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
     if replicas.local_group is not None:
@@ -149,10 +148,15 @@ def _average_compressed(
     gathered = gathered.to(residual.device)
     if any_flag(gathered):
         return None, sent_bytes
-    mean = residual.new_zeros(count, size)
-    for message, out in zip(gathered, mean, strict=True):
-        codec.decompress_add(message, out)
-    return mean.view(-1)[:numel], sent_bytes
+    mean = torch.zeros_like(residual)
+    for message, shard in zip(gathered, _shards(mean, size, count), strict=True):
+        codec.decompress_add(message, shard)
+    return mean, sent_bytes
+
+
+def _shards(flat: Tensor, size: int, count: int) -> list[Tensor]:
+    """Return views of ``size`` elements; the last ones may be shorter, or empty."""
+    return [flat[number * size : (number + 1) * size] for number in range(count)]
 
 
 def _all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

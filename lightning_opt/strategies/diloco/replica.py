@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm as norm
 from torch.optim import Optimizer
 
 from lightning_opt.strategies.diloco.exchange import (
@@ -25,6 +26,7 @@ from lightning_opt.strategies.diloco.exchange import (
     exchange,
     reset_non_finite,
 )
+from lightning_opt.strategies.packing import chunks_of
 
 
 class Fragment:
@@ -37,7 +39,7 @@ class Fragment:
         outer: The weights that all replicas share, flat, float32 or wider.
         momentum: The momentum of the outer optimizer; like ``outer``.
         residual: The unsent rest of this replica's messages; like ``outer``.
-        pseudo_gradient: ``outer`` minus this replica's weights when it last sent; None after the
+        pseudo_gradient: ``outer`` minus the weights that this replica last sent; None after the
             merge.
     """
 
@@ -62,13 +64,16 @@ class Fragment:
 
     def compute_pseudo_gradient(self) -> Tensor:
         """Return the shared weights minus this replica's."""
-        self.pseudo_gradient = self.outer.clone()
-        for parameter, part in self.parts(self.pseudo_gradient):
+        self.pseudo_gradient = torch.empty_like(self.outer)
+        outer_parts = [part for _, part in self.parts(self.outer)]
+        pairs = zip(self.parts(self.pseudo_gradient), outer_parts, strict=True)
+        for (parameter, difference), outer in pairs:
             # Rounded like the replica's weights, so that unchanged weights give 0.
-            part.copy_(part.to(parameter.dtype)).sub_(parameter)
+            rounded = outer.to(parameter.dtype).to(outer.dtype)
+            torch.sub(rounded, parameter, out=difference)
         return self.pseudo_gradient
 
-    def step(self, mean: Tensor, lr: float, momentum: float) -> Tensor:
+    def step(self, mean: Tensor, lr: float, momentum: float) -> tuple[Tensor, Tensor]:
         """Apply the mean pseudo-gradient to ``outer`` by SGD with Nesterov momentum.
 
         Args:
@@ -77,19 +82,27 @@ class Fragment:
             momentum: 0 for none; the momentum buffer then stays unchanged.
 
         Returns:
-            The update that was subtracted from ``outer``.
+            The norms of ``mean``, and of its difference from this replica's pseudo-gradient.
         """
-        update = mean
-        if momentum:
-            self.momentum.mul_(momentum).add_(mean)
-            update = mean + self.momentum * momentum
-        update = update * lr
-        self.outer.sub_(update)
-        return update
+        own = mean if self.pseudo_gradient is None else self.pseudo_gradient
+        norms = []
+        for chunk in chunks_of(mean):
+            update = mean[chunk]
+            norms.append((norm(update), norm(own[chunk] - update)))
+            if momentum:
+                buffer = self.momentum[chunk].mul_(momentum).add_(update)
+                update = update + buffer * momentum
+            update = update * lr
+            self.outer[chunk].sub_(update)
+            if self.pseudo_gradient is not None:
+                self.pseudo_gradient[chunk].sub_(update)
+        total, drift = zip(*norms, strict=True)
+        return norm(torch.stack(total)), norm(torch.stack(drift))
 
-    def shift(self, shift: Tensor) -> None:
-        """Add ``shift`` to this replica's weights, which keeps its steps since it sent."""
-        for parameter, part in self.parts(shift):
+    def shift(self) -> None:
+        """Set this replica's weights to ``outer``, plus its steps since it last sent."""
+        assert self.pseudo_gradient is not None
+        for parameter, part in self.parts(self.pseudo_gradient):
             parameter.add_(part.to(parameter.dtype))
 
     def reset(self) -> None:
@@ -245,19 +258,18 @@ class Replica:
         mean, finite, sent_bytes = self._in_flight.pop(number)[1].result()
         self._waited += time.perf_counter() - start
         self._sent += sent_bytes
-        update: Tensor | float = 0.0
+        is_known = finite and fragment.pseudo_gradient is not None
         if mean is not None:
             lr, momentum = (1.0, 0.0) if plain else (plan.outer_lr, plan.outer_momentum)
-            update = fragment.step(mean, lr, momentum)
-            if finite and fragment.pseudo_gradient is not None:
-                drift = torch.linalg.vector_norm(fragment.pseudo_gradient - mean)
-                self._norms[number] = (drift, torch.linalg.vector_norm(mean))
+            norms = fragment.step(mean, lr, momentum)
+            if is_known:
+                self._norms[number] = norms
         if not finite:
             self.reset()  # a NaN in one fragment spreads to all within a step or two
-        elif plain or plan.delay == 0 or fragment.pseudo_gradient is None:
-            fragment.reset()
+        elif is_known and plan.delay and not plain:
+            fragment.shift()
         else:
-            fragment.shift(fragment.pseudo_gradient - update)
+            fragment.reset()
         fragment.pseudo_gradient = None
 
     @torch.no_grad()
@@ -291,8 +303,8 @@ class Replica:
         values = {"comm/bytes": self._sent / steps, "comm/wait_s": self._waited / steps}
         self._sent, self._waited, self._reported = 0, 0.0, self._step
         if self._norms:
-            norms = torch.linalg.vector_norm(torch.tensor(list(self._norms.values())), dim=0)
-            values["diloco/drift"], values["diloco/outer_norm"] = norms.tolist()
+            norms = norm(torch.tensor(list(self._norms.values())), dim=0)
+            values["diloco/outer_norm"], values["diloco/drift"] = norms.tolist()
         return values
 
     def state_dict(self) -> dict[str, Any]:
