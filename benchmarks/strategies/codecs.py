@@ -18,6 +18,8 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish, recorded_waits
 from lightning_opt.core.measure.timing import time_in_turns
 from lightning_opt.core.numerics.ratios import median_ratio
+from lightning_opt.strategies.compressors import QuantizedCodec
+from lightning_opt.strategies.quantization import Quantizer
 
 GPU = True
 NUMEL = 6_553_600
@@ -45,6 +47,11 @@ def main() -> None:
     smaller: dict[str, float] = {}
     waits: list[str] = []
     codecs = {name: compressor.codec(numel, device) for name, compressor in COMPRESSORS.items()}
+    for bits in (8, 4) if device.type == "cpu" else ():
+        quantizer = Quantizer(bits, 1024)
+        quantizer.compile()
+        if quantizer.compiled is not quantizer.eager:
+            codecs[f"int{bits}, compiled"] = QuantizedCodec(numel, quantizer, device)
     for name, codec in codecs.items():
         residual = torch.zeros(numel, device=device)
 

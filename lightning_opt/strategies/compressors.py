@@ -8,23 +8,16 @@ process groups.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive, check_share
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
-from lightning_opt.strategies.packing import (
-    Layout,
-    SparseLayout,
-    chunks_of,
-    quantize_rows,
-    write_count,
-)
+from lightning_opt.strategies.packing import Layout, SparseLayout, write_count
+from lightning_opt.strategies.quantization import Quantizer, quantizer, rows_of
 from lightning_opt.strategies.selection import Selector, largest
 
 
@@ -155,7 +148,7 @@ class Quantize(Compressor):
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
-        return QuantizedCodec(numel, self.bits, self.block, device)
+        return QuantizedCodec(numel, quantizer(self.bits, self.block), device)
 
 
 def share_of(numel: int, ratio: float) -> int:
@@ -215,20 +208,21 @@ class ThresholdCodec(SparseCodec):
 
 
 class QuantizedCodec(Codec):
-    def __init__(self, numel: int, bits: int, block: int, device: torch.device) -> None:
-        self._bits, self._block = bits, block
-        blocks = -(-numel // block)  # the last block is sent whole
+    def __init__(self, numel: int, quantizer: Quantizer, device: torch.device) -> None:
+        self._quantizer = quantizer
+        blocks = -(-numel // quantizer.block)  # the last block is sent whole
         # One float32 scale and one row of codes per block; of 4 bits, two codes share a byte.
-        code = torch.int8 if bits == 8 else torch.uint8
-        row = block * bits // 8
+        code = torch.int8 if quantizer.bits == 8 else torch.uint8
+        row = quantizer.block * quantizer.bits // 8
         self._layout = Layout((torch.float32, (blocks, 1)), (code, (blocks, row)))
         super().__init__(self._layout.nbytes, device)
 
     def compress(self, flat: Tensor) -> None:
         write_count(self.message, len(flat))
         scales, codes = self._layout.sections(self.message)
-        for rows, part in rows_of(flat, self._block):
-            coded, scale = encode(rows, self._bits)
+        functions = self._quantizer.functions_for(flat, encoded=len(flat))
+        for rows, part in rows_of(flat, self._quantizer.block):
+            coded, scale = functions.encode(rows)
             codes[part].copy_(coded)
             scales[part].copy_(scale)
 
@@ -238,49 +232,6 @@ class QuantizedCodec(Codec):
         ``out`` may be shorter than the encoded tensor; the other values are then ignored.
         """
         scales, codes = self._layout.sections(message)
-        for rows, part in rows_of(out, self._block):
-            decode(rows, codes[part], scales[part] * alpha)
-
-
-def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Encode rows, and replace them by their unsent rest.
-
-    Args:
-        rows: Shape ``(r, c)``, float32 or float64.
-        bits: 8 or 4.
-
-    Returns:
-        int8 codes of shape ``(r, c)``, or uint8 codes of shape ``(r, c / 2)``, each two of 4 bits;
-        and float32 scales of shape ``(r, 1)``.
-    """
-    codes, scales = quantize_rows(rows.float(), 127 if bits == 8 else 7)
-    if bits == 8:
-        packed = codes.to(torch.int8)
-    else:
-        # 16 * high + low, both moved from [-7, 7] to [1, 15]
-        low, high = codes.chunk(2, dim=1)
-        packed = low.add(high, alpha=16).add_(136).to(torch.uint8)
-    rows.sub_(codes.mul_(scales))
-    return packed, scales
-
-
-def decode(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Add the values of codes to ``rows``, in place."""
-    if codes.dtype is torch.uint8:
-        halves = torch.stack([codes & 15, codes >> 4], dim=1).float().sub_(8)
-        values = halves.mul_(scales.unsqueeze(2)).view(rows.shape)
-    else:
-        values = codes.float().mul_(scales)
-    # Not `addcmul_`: whether it rounds the product depends on the CPU.
-    rows.add_(values)
-
-
-def rows_of(flat: Tensor, block: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yield pieces of a tensor as rows that may be changed in place, and the rows' numbers."""
-    for chunk in chunks_of(flat, block):
-        piece, missing = flat[chunk], -chunk.stop % block
-        rows = functional.pad(piece, (0, missing)) if missing else piece
-        first, end = chunk.start // block, -(-chunk.stop // block)
-        yield rows.view(end - first, block), slice(first, end)
-        if missing:
-            piece.copy_(rows[: len(piece)])
+        functions = self._quantizer.functions_for(out)
+        for rows, part in rows_of(out, self._quantizer.block):
+            functions.decode(rows, codes[part], scales[part] * alpha)

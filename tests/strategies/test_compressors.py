@@ -1,5 +1,8 @@
 """Compressors against float64 arithmetic, without processes."""
 
+import queue
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,14 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_opt.strategies import packing, selection
+from lightning_opt.strategies import packing, quantization, selection
 from lightning_opt.strategies.compressors import (
     Quantize,
+    QuantizedCodec,
     Threshold,
     TopK,
     share_of,
 )
 from lightning_opt.strategies.packing import GROUP_SIZE, read_count
+from lightning_opt.strategies.quantization import Quantizer
 
 CPU = torch.device("cpu")
 
@@ -160,6 +165,57 @@ def test_float64_keeps_its_precision():
     codec.compress(residual)
     codec.decompress_add(codec.message, residual)
     torch.testing.assert_close(residual, before, rtol=0, atol=1e-15)
+
+
+# --- compilation ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_quantization_gives_the_same_bits():
+    compiled, eager = Quantizer(4, 128), Quantizer(4, 128)
+    random_state = torch.get_rng_state()
+    compiled.compile()
+    assert compiled.compiled is not eager.eager
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for numel in (0, 1, 128, 300, 2**20 + 4 * 128 + 5):
+        for dtype in (torch.float32, torch.float64):
+            flat = torch.randn(numel, dtype=dtype).mul_(torch.logspace(-44, 20, numel))
+            flat[128:256] = 0
+            found = []
+            for quantizer in (compiled, eager):
+                codec, rest, total = (
+                    QuantizedCodec(numel, quantizer, CPU),
+                    flat.clone(),
+                    flat.clone(),
+                )
+                codec.compress(rest)
+                codec.decompress_add(codec.message, total, 1 / 3)
+                found.append((codec.message, rest, total))
+            assert all(map(torch.equal, *found))
+
+
+def test_codec_compiles_once_after_many_elements(monkeypatch):
+    compilations = queue.Queue()
+    monkeypatch.setattr(quantization, "COMPILE_AFTER", 1000)
+    monkeypatch.setattr(Quantizer, "compile", lambda self: compilations.put(self))
+    quantizer = Quantizer(8, 34)
+    codec = QuantizedCodec(400, quantizer, CPU)
+    for _ in range(9):
+        codec.compress(torch.randn(400, dtype=torch.float64))
+    for _ in range(2):
+        codec.compress(torch.randn(400))
+    assert compilations.empty()
+    for _ in range(9):
+        codec.compress(torch.randn(400))
+    assert compilations.get(timeout=60) is quantizer
+    assert compilations.empty()
+
+
+def test_codec_without_a_compiler_stays_eager(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    quantizer = Quantizer(4, 34)
+    quantizer.compile()
+    assert quantizer.compiled is quantizer.eager
 
 
 # --- size ---------------------------------------------------------------------------------------
