@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -78,24 +77,3 @@ def changed_arguments(part: object, resolved: Mapping[str, Any] = MappingProxyTy
         if is_plain and repr(value) not in map(repr, usual):  # 1 batch is not a share of 1.0
             found.append(f"{name}={value!r}")
     return ", ".join(found)
-
-
-def function_named(name: str, given: Callable[..., Any] | str | None) -> Any:
-    """Return ``given``, or import it if it is an import path; None stays None.
-
-    Raises:
-        ValueError: If there is no such function. The error names the argument ``name``.
-    """
-    if given is None or (callable(given) and not isinstance(given, str)):
-        return given
-    module, _, attribute = str(given).rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must be a function or its import path such as 'package.module.function', "
-            f"got {given!r}: {error}."
-        ) from error
-    if not callable(function):
-        raise ValueError(f"{name} must be a function, and {given!r} is {type(function).__name__}.")
-    return function

@@ -176,7 +176,6 @@ ClosureResult = pl.loops.optimization.automatic.ClosureResult
 GradClipAlgorithmType = pl.utilities.GradClipAlgorithmType
 is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
 isolate_rng = pl.utilities.seed.isolate_rng
-move_data_to_device = pl.utilities.move_data_to_device
 optimizer_handles_unscaling = pl.plugins.precision.amp._optimizer_handles_unscaling  # type: ignore[attr-defined]
 prepare_for_backward = pl.overrides.distributed.prepare_for_backward  # type: ignore[attr-defined]
 seed_everything = pl.seed_everything

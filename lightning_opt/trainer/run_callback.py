@@ -40,9 +40,6 @@ class RunCallback(BaseCallback):
     accumulates_by: str = ""
     """The constructor argument that sets how many batches make a step; empty if none does."""
 
-    compiles_model: ClassVar[bool] = False
-    """Whether it runs the model with torch.compile."""
-
     runs_in_trials: bool = True
     """Whether trials of batch sizes run a copy of it, because it needs memory or changes steps."""
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_opt.core.arguments import check_fraction, check_one_of, check_positive
+from lightning_opt.core.arguments import check_one_of, check_positive
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.tuner.probe import Facts
 from lightning_opt.tuner.result import TuneResult
@@ -56,7 +56,6 @@ def autotune(
     candidates: Candidates | None = None,
     base: Settings | None = None,
     max_slowdown: float = 1.5,
-    min_gain: float = 0.03,
     timeout: float | None = None,
     progress: bool = True,
 ) -> TuneResult:
@@ -86,7 +85,6 @@ def autotune(
             with True adds one of the tuner's for another objective, a name with None removes one.
         base: Trainer arguments of the baseline and of all trials.
         max_slowdown: For ``"memory"``: the maximum time of a step, as a multiple of the baseline's.
-        min_gain: Minimum gain of each chosen switch, as a share.
         timeout: Maximum seconds for the start of a trial and for each of its turns. By default a
             quarter of the budget, between 30 and 300, but at least four times the baseline's start.
         progress: Whether to print the trials to standard error.
@@ -111,7 +109,6 @@ def autotune(
     goal = Objective(
         check_one_of("objective", objective, tuple(OBJECTIVES)),
         check_positive("max_slowdown", max_slowdown),
-        check_fraction("min_gain", min_gain),
     )
     return Tuning(
         model=check_factory("model", model),
@@ -215,7 +212,6 @@ class Tuning:
             self._measure,
             tuple(space.switches),
             space.allows,
-            self.objective.min_gain,
             late=tuple(n for n, switch in space.switches.items() if switch.kind == "compile"),
         )
 

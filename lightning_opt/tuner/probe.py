@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader
 
 from lightning_opt.core.measure.machine import available_cpus, why_no_bf16
 from lightning_opt.core.modules.batches import samples_in
@@ -42,10 +41,7 @@ class Facts:
         cpus: Number of CPUs that this process may use.
         blocks: Number of repeated blocks in the model.
         convolutions: Number of 2D and 3D convolutions.
-        fused: Whether all optimizers are fused already.
-        automatic_optimization: Whether the module uses automatic optimization.
         samples: Number of samples in a batch.
-        uses_dataloader: Whether the data comes from one ``torch.utils.data.DataLoader``.
         workers: Number of workers of the loader, or the largest number of several loaders.
     """
 
@@ -55,10 +51,7 @@ class Facts:
     cpus: int = 1
     blocks: int = 0
     convolutions: int = 0
-    fused: bool = False
-    automatic_optimization: bool = True
     samples: int = 0
-    uses_dataloader: bool = True
     workers: int = 0
 
 
@@ -175,10 +168,6 @@ def _sample(values: Tensor) -> Tensor:
 
 def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     device = trainer.strategy.root_device
-    fused = [
-        all(group.get("fused") for group in optimizer.param_groups)
-        for optimizer in trainer.optimizers
-    ]
     return {
         "device": device.type,
         "why_no_bf16": why_no_bf16(device.type) or "",
@@ -186,7 +175,4 @@ def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         "cpus": available_cpus(),
         "blocks": len(find_blocks(module)),
         "convolutions": Convolutions(module).count,
-        "fused": bool(fused) and all(fused),
-        "automatic_optimization": module.automatic_optimization,
-        "uses_dataloader": isinstance(trainer.train_dataloader, DataLoader),
     }

@@ -49,7 +49,7 @@ class TuneResult:
 
     @property
     def table(self) -> Report:
-        """All trials, the best configuration first, then by verdict and time.
+        """All trials, the best configuration first, then by time, rejected ones last.
 
         ============= ==========================================================================
         ``time``      of a step, as a share of the baseline's, with its 90% interval
@@ -57,18 +57,18 @@ class TuneResult:
         ``start s``   seconds of the first step minus those of a later one
         ============= ==========================================================================
         """
-        order = {"accepted": 0, "baseline": 0, "no gain": 0, "too slow": 1, "rejected": 2}
+        best = self.best
         ordered = sorted(
             self.trials,
-            key=lambda trial: (
-                trial is not self.best,
-                order.get(trial.verdict, 3),
-                trial.ratio if trial.ratio is not None else 1e9,
-            ),
+            key=lambda t: (t is not best, t.verdict == "rejected", t.ratio or math.inf),
         )
         answer = " + ".join(self.switches) or "change nothing"
         title = f"Trials for {self.objective}: {answer}"
-        return Report(title, [self._row(trial) for trial in ordered], self._table_notes())
+        notes = [
+            "time, memory: shares of the baseline's, with the 90% interval of the time.",
+            f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {self.machine}.",
+        ]
+        return Report(title, [self._row(trial) for trial in ordered], notes)
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         timed = trial.ratio is not None and trial.low is not None and trial.high is not None
@@ -83,15 +83,6 @@ class TuneResult:
             "verdict": "best" if trial is self.best else trial.verdict,
             "why": trial.why,
         }
-
-    def _table_notes(self) -> list[str]:
-        cpu_note = "On a CPU freed tensors may stay resident: recomputing can save more than shown."
-        is_cpu = self.space.facts.device == "cpu"
-        return [
-            "time, memory: shares of the baseline's, with the 90% interval of the time.",
-            f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {self.machine}.",
-            *[cpu_note] * (self.objective == "memory" and is_cpu),
-        ]
 
     def explain(self) -> str:
         """Explain the result in lines of text: the best configuration first, then the trials."""
@@ -117,19 +108,16 @@ class TuneResult:
         return {name: instantiate(value) for name, value in settings.items()}
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any] | None:
         """The Trainer's arguments, including the base's, as plain values.
 
-        Raises:
-            ValueError: If they contain objects or functions.
+        None if they contain objects or functions, which cannot be written as text.
         """
-        if not self.space.is_serializable(self.switches):
-            raise ValueError(
-                "The settings contain objects or functions, which cannot be written as text. In "
-                "base and candidates, write {'class_path': 'package.module.Class', 'init_args': "
-                "{...}} instead, or use trainer_kwargs()."
-            )
-        return dict(as_mapping(self.space.settings(self.switches)))
+        try:
+            text = json.dumps(as_mapping(self.space.settings(self.switches)))
+        except TypeError:
+            return None
+        return dict(json.loads(text))
 
     def to_yaml(self) -> str:
         """Return a configuration for LightningCLI, ``--config trainer.yaml``.
@@ -139,7 +127,13 @@ class TuneResult:
         """
         import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
-        content = {"trainer": json.loads(json.dumps(self.settings))}  # tuples as lists
+        if self.settings is None:
+            raise ValueError(
+                "The settings contain objects or functions, which cannot be written as text. In "
+                "base and candidates, write {'class_path': 'package.module.Class', 'init_args': "
+                "{...}} instead, or use trainer_kwargs()."
+            )
+        content = {"trainer": self.settings}
         text = yaml.safe_dump(content, sort_keys=False, default_flow_style=False)
         return f"# {self.explain().splitlines()[0]}\n{text}"
 
@@ -149,7 +143,7 @@ class TuneResult:
             "objective": self.objective,
             "improved": self.improved,
             "switches": list(self.switches),
-            "settings": self.settings if self.space.is_serializable(self.switches) else None,
+            "settings": self.settings,
             "complete": self.complete,
             "seconds": round(self.seconds, 1),
             "machine": self.machine,
@@ -170,7 +164,7 @@ class TuneResult:
             "result.json": self.to_json,
             "report.md": lambda: f"{self.table.to_markdown()}\n\n{self.explain()}\n",
         }
-        if self.space.is_serializable(self.switches):
+        if self.settings is not None:
             forms["trainer.yaml"] = self.to_yaml
         for name, form in forms.items():
             (folder / name).write_text(form(), encoding="utf-8")

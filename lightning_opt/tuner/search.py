@@ -19,6 +19,9 @@ FAILURES = ("out of memory", "error", "died", "timeout", "setup")
 OBJECTIVES = {"throughput": "step time", "memory": "peak memory"}
 """The quantity that each objective minimises."""
 
+MIN_GAIN = 0.03
+"""Minimum gain of a configuration over the baseline, and of each of its switches, as a share."""
+
 PEAK_NOISE = 0.015
 """Relative difference between the peaks of equal runs, on a CPU."""
 
@@ -127,12 +130,10 @@ class Objective:
     Args:
         name: ``"throughput"`` or ``"memory"``.
         max_slowdown: For ``"memory"``: maximum time of a step as a multiple of the baseline's.
-        min_gain: Minimum gain, as a share.
     """
 
     name: str = "throughput"
     max_slowdown: float = 1.5
-    min_gain: float = 0.03
 
     @property
     def give_up_ratio(self) -> float:
@@ -150,7 +151,7 @@ class Objective:
 
     def may_gain(self, trial: Trial) -> bool:
         """Return whether a trial may gain enough. If so, its gradients must be compared."""
-        return self.outcome(trial).score <= 1 - self.min_gain / 3
+        return self.outcome(trial).score <= 1 - MIN_GAIN / 3
 
 
 class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
@@ -170,7 +171,6 @@ class Search:
         measure: Tries a configuration and returns its outcome. It may raise :class:`TimeIsUp`.
         switches: The names of all switches.
         allows: Returns whether switches can be on together.
-        min_gain: Minimum gain of a configuration over the baseline, and of each of its switches.
         late: Switches to try last, because they start slowly.
 
     Attributes:
@@ -182,7 +182,6 @@ class Search:
     measure: Callable[[Switches], Outcome]
     switches: Switches
     allows: Callable[[Iterable[str]], bool] = lambda names: True
-    min_gain: float = 0.03
     late: Switches = ()
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
     effects: dict[str, float] = field(default_factory=dict)
@@ -210,12 +209,12 @@ class Search:
     def winner(self) -> Switches:
         """Return the best configuration whose gain is certain; empty if there is none.
 
-        Each switch has to gain ``min_gain``. So the simpler of two similar configurations wins.
+        Each switch has to gain ``MIN_GAIN``. So the simpler of two similar configurations wins.
         """
         gains = {
-            names: outcome.score * (1 + self.min_gain) ** len(names)
+            names: outcome.score * (1 + MIN_GAIN) ** len(names)
             for names, outcome in self.outcomes.items()
-            if outcome.score <= 1 - self.min_gain and outcome.high < 1
+            if outcome.score <= 1 - MIN_GAIN and outcome.high < 1
         }
         return min(gains, key=gains.__getitem__, default=())
 
@@ -226,7 +225,7 @@ class Search:
         best of many measurements is partly luck.
         """
         winner = self.winner()
-        limit = self.outcomes[winner].score if winner else 1 - self.min_gain
+        limit = self.outcomes[winner].score if winner else 1 - MIN_GAIN
         scores = {
             names: outcome.score
             for names, outcome in self.outcomes.items()
@@ -253,7 +252,7 @@ class Search:
         """Combine the ``chosen`` switches with all compatible ones that gain, the best first."""
         gaining = list(chosen)
         for name in sorted(self.effects, key=self.effects.__getitem__):
-            is_gain = name not in gaining and self.effects[name] <= 1 - self.min_gain / 3
+            is_gain = name not in gaining and self.effects[name] <= 1 - MIN_GAIN / 3
             if is_gain and self.allows((*gaining, name)):
                 gaining.append(name)
         return gaining
@@ -280,7 +279,7 @@ class Search:
         neighbours = [
             [other for other in best if other != name]
             for name in best
-            if worse_than_parts or self.effects[name] > 1 - self.min_gain
+            if worse_than_parts or self.effects[name] > 1 - MIN_GAIN
         ]
         for name, effect in self.effects.items():
             if name not in best and effect <= MAX_LOSS:

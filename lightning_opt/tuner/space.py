@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,19 +56,14 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
     no_convolutions = "" if facts.convolutions else "the model has no convolutions in 2D or 3D"
-    no_loader = "" if facts.uses_dataloader else "the data does not come from one DataLoader"
-    is_fused = "the optimizers are fused already" if facts.fused else ""
     one_thread = "" if facts.threads > 1 else "torch uses one thread already"
     all_threads = "" if facts.threads < facts.cpus else "torch uses all CPUs already"
     bf16_is_fast = "" if facts.why_no_bf16 else "bfloat16 needs no loss scale"
     no_parts = "" if facts.samples >= 4 else f"a batch has {facts.samples} samples"
-    if not facts.automatic_optimization:
-        no_parts = "the module uses manual optimization; use micro_batches"
     # None keeps Runtime from changing these settings.
     only_threads = dict.fromkeys(("matmul_precision", "cudnn_benchmark", "allocator"))
     return [
-        Switch("fused", "optimizer", added("FusedOptimizer"),
-               "one kernel for all updates", "", is_fused),
+        Switch("fused", "optimizer", added("FusedOptimizer"), "one kernel for all updates"),
         # "always": the trial decides, not the kind of layers.
         Switch("channels_last", "layout", added("ChannelsLast", policy="always"),
                "convolutions in channels_last", "throughput", no_convolutions),
@@ -87,7 +81,7 @@ def built_in_switches(facts: Facts) -> list[Switch]:
                "autocast to float16 with a loss scale; results change by rounding", "",
                not_cuda or bf16_is_fast),
         Switch("data_pipeline", "data", added("DataPipelineTuner", verbose=False),
-               "workers, prefetching and pinning of the loader", "throughput", no_loader),
+               "workers, prefetching and pinning of the loader", "throughput"),
         Switch("compile_regions", "compile", added("CompileModel", scope="regions"),
                "torch.compile for the repeated blocks; seconds before the first step", "",
                no_blocks),
@@ -104,7 +98,6 @@ def built_in_switches(facts: Facts) -> list[Switch]:
 
 CHECKPOINTING = (
     ("checkpointing", "every_layer", "activations inside blocks are"),
-    ("checkpointing_sqrt", "sqrt", "activations inside segments of blocks are"),
     ("checkpointing_selective", "selective", "except for expensive operators, activations are"),
 )
 
@@ -174,14 +167,6 @@ class Space:
             return join(parts)
         return functools.partial(join, parts)
 
-    def is_serializable(self, names: Iterable[str]) -> bool:
-        """Return whether the settings with these switches can be written as text."""
-        try:
-            json.dumps(self.settings(names))
-        except TypeError:  # objects or functions
-            return False
-        return True
-
 
 def check_candidates(candidates: Candidates | None) -> None:
     _choose({switch.name: switch for switch in built_in_switches(Facts())}, candidates, "")
@@ -228,10 +213,6 @@ def _own_switch(name: str, settings: Any) -> Switch:
 
 def _exclude_each_other(one: Switch, other: Switch) -> bool:
     if one.kind and one.kind == other.kind:
-        return True
-    # Selective checkpointing selects single operators. A compiled graph has no single operators.
-    kinds, selective = {one.kind, other.kind}, "checkpointing_selective"
-    if kinds == {"compile", "checkpointing"} and selective in (one.name, other.name):
         return True
     first, second = as_mapping(one.settings), as_mapping(other.settings)
     arguments = first.keys() & second.keys() - set(LISTS)

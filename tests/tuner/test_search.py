@@ -128,12 +128,6 @@ def test_best_configuration_is_found(
     assert Machine(factors, pairs, excluded).search().run() == tuple(best)
 
 
-def test_simpler_of_two_similar_configurations_wins() -> None:
-    search = Machine({"a": 0.8, "b": 0.9, "c": 0.98}).search()
-    assert search.run() == ("a", "b")
-    assert search.outcomes["a", "b", "c"].score < search.outcomes["a", "b"].score
-
-
 def test_failed_switch_is_not_combined() -> None:
     broken = Machine({"a": 0.5, "b": 0.9})
     broken.failing = {"a"}

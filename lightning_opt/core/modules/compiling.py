@@ -76,24 +76,18 @@ class CompileClock:
     def __init__(self) -> None:
         self.compilations = 0
         self.seconds = 0.0
-        self._users = 0
         self._since: float | None = None
 
     def start(self) -> None:
         """Start counting. Each start needs a stop."""
-        self._users += 1
-        if self._users == 1:
-            _handler().register_start_callback(self._begin)
-            _handler().register_end_callback(self._end)
+        _handler().register_start_callback(self._begin)
+        _handler().register_end_callback(self._end)
 
     def stop(self) -> None:
-        """Stop counting when every start has had its stop."""
-        self._users -= 1
-        if self._users == 0:
-            self._since = None
-            with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has removed it
-                _handler().remove_start_callback(self._begin)
-                _handler().remove_end_callback(self._end)
+        self._since = None
+        with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has removed it
+            _handler().remove_start_callback(self._begin)
+            _handler().remove_end_callback(self._end)
 
     def _begin(self, *args: Any) -> None:  # torch 2.5 passes nothing
         self.compilations += 1

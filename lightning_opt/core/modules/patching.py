@@ -16,13 +16,30 @@ from typing import Any, ClassVar
 from torch import nn
 
 _NOT_SET = object()
-_LAYERS: dict[tuple[int, str], list[_Layer]] = {}
-"""The values of each replaced attribute: the original one first, the latest one last."""
 
 
-class _Layer:
-    def __init__(self, value: Any) -> None:
-        self.value = value
+class _Replacement:
+    """An attribute that was set, and its previous value."""
+
+    active: ClassVar[list[_Replacement]] = []
+
+    def __init__(self, attributes: dict[str, Any], name: str, value: Any) -> None:
+        self.attributes, self.name = attributes, name
+        self.previous = attributes.get(name, _NOT_SET)
+        attributes[name] = value
+        self.active.append(self)
+
+    def undo(self) -> None:
+        later = self.active[self.active.index(self) + 1 :]
+        self.active.remove(self)
+        for other in later:
+            if other.attributes is self.attributes and other.name == self.name:
+                other.previous = self.previous  # the other one's value stays
+                return
+        if self.previous is _NOT_SET:
+            self.attributes.pop(self.name, None)
+        else:
+            self.attributes[self.name] = self.previous
 
 
 @contextmanager
@@ -31,32 +48,12 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
     Replacements of the same attribute may end in any order.
     """
-    attributes_of_owner, added = vars(owner), []
-    for name, value in attributes.items():
-        current = attributes_of_owner.get(name, _NOT_SET)
-        layers = _LAYERS.setdefault((id(owner), name), [_Layer(current)])
-        layers[-1].value = current  # other code may have set the attribute meanwhile
-        layer = _Layer(value)
-        layers.append(layer)
-        added.append((name, layers, layer))
-    attributes_of_owner.update(attributes)
+    made = [_Replacement(vars(owner), name, value) for name, value in attributes.items()]
     try:
         yield
     finally:
-        for name, layers, layer in added:
-            is_latest = layers[-1] is layer
-            layers.remove(layer)
-            if is_latest:
-                _restore(attributes_of_owner, name, layers[-1].value)
-            if len(layers) == 1:
-                del _LAYERS[id(owner), name]
-
-
-def _restore(own: dict[str, Any], name: str, value: Any) -> None:
-    if value is _NOT_SET:
-        own.pop(name, None)
-    else:
-        own[name] = value
+        for replacement in made:
+            replacement.undo()
 
 
 class Patches(ExitStack):

@@ -98,7 +98,7 @@ ROUNDING = 1e-6
 
 
 def snapshot(module: nn.Module, excluded: type[nn.Module]) -> Snapshot:
-    """Copy the state that ``StepState`` covers, except random numbers and parameters.
+    """Copy the numbers of the state that ``StepState`` covers, except random ones and parameters.
 
     Submodules of the type ``excluded`` are skipped.
     """
@@ -122,8 +122,8 @@ def _state_of(owner: nn.Module) -> Iterator[tuple[str, Any, str]]:
 def _values(
     name: str, value: Any, kind: str, visited: set[int], depth: int
 ) -> Iterator[tuple[str, Any]]:
-    if kind == "plain":
-        yield name, value
+    if isinstance(value, (int, float)):
+        yield name, float(value)
     elif kind == "tensor":
         if value.layout is torch.strided and value.nbytes <= MAX_ATTRIBUTE_BYTES:
             yield name, value.detach().clone()
@@ -150,27 +150,13 @@ def advanced(once: Snapshot, twice: Snapshot, parts: Snapshot) -> list[str]:
     """
     names = []
     for name in once.keys() & twice.keys() & parts.keys():
-        change = _distance(once[name], twice[name])
-        difference = _distance(once[name], parts[name])
-        if change > ROUNDING * _size(once[name]) and difference >= 0.05 * change:
+        value = once[name]
+        change, difference = _distance(value, twice[name]), _distance(value, parts[name])
+        if change > ROUNDING * _distance(value, 0 * value) and difference >= 0.05 * change:
             names.append(name)
     return names
 
 
-def _distance(value: Any, other: Any) -> float:
-    if not (_is_number(value) and _is_number(other)):
-        return 0.0 if type(value) is type(other) and value == other else math.inf
-    if not (isinstance(value, Tensor) or isinstance(other, Tensor)):
-        return float(abs(value - other))
-    a, b = torch.as_tensor(value), torch.as_tensor(other)
-    return float((a.double() - b.double()).norm()) if a.shape == b.shape else math.inf
-
-
-def _size(value: Any) -> float:
-    if not _is_number(value):
-        return 0.0
-    return float(value.double().norm() if isinstance(value, Tensor) else abs(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+def _distance(value: float | Tensor, other: float | Tensor) -> float:
+    a, b = torch.as_tensor(value).double(), torch.as_tensor(other).double()
+    return float((a - b).norm()) if a.shape == b.shape else math.inf

@@ -161,7 +161,6 @@ class WrittenParameters:
         """Restore the parameters at the end of the context."""
         watch, step = _WriteWatch(self._watched), self._module.training_step
         watch.copies = {p: p.detach().clone() for p in self.parameters or ()}
-        versions = {p: p._version for p in watch.copies}
         memory = [(p, p.data, _addresses(p)) for p in self._watched]
 
         @functools.wraps(step)
@@ -181,8 +180,7 @@ class WrittenParameters:
                     assigned[parameter] = None
             with torch.no_grad():
                 for parameter, copy_ in watch.copies.items():
-                    if parameter._version != versions.get(parameter):
-                        parameter.data.copy_(copy_)  # `.data` hides the write from autograd
+                    parameter.data.copy_(copy_)  # `.data` hides the write from autograd
         self.parameters = list({**watch.copies, **assigned})
 
 

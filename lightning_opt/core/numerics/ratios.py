@@ -41,11 +41,6 @@ class Ratio(NamedTuple):
     high: float
     verdict: str
 
-    @property
-    def width(self) -> float:
-        """Half the width of the interval, relative to the estimate."""
-        return (self.high - self.low) / 2 / self.value
-
 
 def compare_pairs(
     starts: Sequence[Sequence[tuple[float, float]]],

@@ -180,7 +180,3 @@ class Verdict:
     advice: str = ""
     callbacks: str = ""
     gain: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.topic not in TOPICS:
-            raise ValueError(f"topic must be one of {', '.join(TOPICS)}, got {self.topic!r}.")

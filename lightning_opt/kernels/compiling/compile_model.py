@@ -98,7 +98,6 @@ class CompileModel(RunCallback):
     """
 
     only_one = True
-    compiles_model = True
     not_pickled = ("_stack", "_options")
 
     def __init__(

@@ -7,20 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
-from lightning_opt.core.modules.batches import (
-    Reading,
-    copy_containers,
-    read_batch,
-    shape_of,
-    split_into,
-)
+from lightning_opt.core.modules.batches import read_batch
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -91,16 +83,6 @@ def test_joined_parts_equal_the_batch(kind, size):
         assert np.array_equal(leaf, expected) if hasattr(leaf, "shape") else leaf == expected
 
 
-@settings(deadline=None, max_examples=100)
-@given(samples=st.integers(1, 40), data=st.data())
-def test_parts_have_almost_equal_size(samples, data):
-    parts = data.draw(st.integers(1, samples))
-    pieces = split_into(torch.arange(samples), parts, Reading(samples, frozenset()))
-    assert torch.cat([piece for piece, _ in pieces]).tolist() == list(range(samples))
-    assert [len(piece) for piece, _ in pieces] == [count for _, count in pieces]
-    assert {count for _, count in pieces} <= {samples // parts, -(-samples // parts)}
-
-
 def test_mapping_attributes_are_kept_and_tensors_are_views():
     parts = lo.split_batch(Encoding({"ids": X}, kind="slow"), 4)
     assert [part.kind for part in parts] == ["slow", "slow"]
@@ -123,21 +105,6 @@ def test_unsplittable_batch_raises_with_advice(batch, message):
     with pytest.raises(lo.UnsplittableBatchError, match=message) as caught:
         lo.split_batch(batch, 1)
     assert "split(batch, parts)" in str(caught.value)
-
-
-def test_copied_containers_can_be_emptied():
-    batch = {"x": X, "more": {"y": X}}
-    copy = copy_containers(batch)
-    del copy["x"], copy["more"]["y"]
-    assert batch["x"] is X
-    assert batch["more"]["y"] is X
-
-
-def test_shape_of_does_not_depend_on_the_batch_size():
-    one, two = {"x": torch.zeros(4, 3), "n": 5}, {"x": torch.zeros(9, 3), "n": 6}
-    assert shape_of(one) == shape_of(two) == ("float32[3]", 3)
-    assert shape_of({"x": torch.zeros(4, 3, 2)}) == ("float32[3,2]", 6)
-    assert shape_of(object()) == ("", 0)
 
 
 def test_micro_batches_have_their_share_of_samples():

@@ -15,28 +15,6 @@ from lightning_opt.core.modules.compiling import (
 from lightning_opt.core.modules.patching import ReplacedForward
 
 
-def wrapped():
-    return torch.compile(nn.Linear(2, 2), backend="eager")
-
-
-def called():
-    module = nn.Linear(2, 2)
-    module.compile(backend="eager")
-    return module
-
-
-def unpacked_by_lightning():
-    module = nn.Linear(2, 2)
-    module._compiler_ctx = {"compiler": "dynamo"}
-    return module
-
-
-def replaced():
-    module = nn.Linear(2, 2)
-    module.forward = torch.compile(module.forward, backend="eager")
-    return module
-
-
 class CompiledForward(ReplacedForward):
     is_compiled = True
 
@@ -45,21 +23,35 @@ class RecomputingForward(ReplacedForward):
     recomputes = True
 
 
-def below_another_replacement():
+def linear(**attributes):
+    """Return a module with these attributes."""
     module = nn.Linear(2, 2)
-    CompiledForward(module).apply()
-    RecomputingForward(module).apply()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def replaced(*kinds):
+    module = nn.Linear(2, 2)
+    for kind in kinds:
+        kind(module).apply()
+    return module
+
+
+def compiled_in_place():
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
     return module
 
 
 @pytest.mark.parametrize(
     ("make", "with_hooks"),
     [
-        (wrapped, True),
-        (called, True),
-        (unpacked_by_lightning, True),
-        (replaced, False),
-        (below_another_replacement, False),
+        (lambda: torch.compile(nn.Linear(2, 2), backend="eager"), True),
+        (compiled_in_place, True),
+        (lambda: linear(_compiler_ctx={"compiler": "dynamo"}), True),  # set by Lightning
+        (lambda: linear(forward=torch.compile(nn.Linear(2, 2).forward, backend="eager")), False),
+        (lambda: replaced(CompiledForward, RecomputingForward), False),
     ],
 )
 def test_compiled_module_is_recognized(make, with_hooks):
@@ -73,31 +65,19 @@ def test_compiled_module_is_recognized(make, with_hooks):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 def test_other_modules_are_not_taken_for_compiled():
-    checkpointed = nn.Linear(2, 2)
-    RecomputingForward(checkpointed).apply()
-    for module in (nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), checkpointed):
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    for module in (nn.ModuleList([nn.Linear(2, 2)]), replaced(RecomputingForward), traced):
         assert not has_compiled_parts(module)
-    assert not has_compiled_parts(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
 
 
-def wrapped_by_torch():
-    return checkpoint_wrapper(nn.Linear(2, 2))
-
-
-def set_by_transformers():
-    module = nn.Linear(2, 2)
-    module.gradient_checkpointing = True
-    return module
-
-
-def below_compiled_code():
-    module = nn.Linear(2, 2)
-    RecomputingForward(module).apply()
-    CompiledForward(module).apply()
-    return module
-
-
-@pytest.mark.parametrize("make", [wrapped_by_torch, set_by_transformers, below_compiled_code])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: checkpoint_wrapper(nn.Linear(2, 2)),
+        lambda: linear(gradient_checkpointing=True),  # set by transformers
+        lambda: replaced(RecomputingForward, CompiledForward),
+    ],
+)
 def test_checkpointed_module_is_recognized(make):
     around = nn.Sequential(nn.Linear(2, 2), make())
     assert [is_checkpointed(module) for module in around] == [False, True]

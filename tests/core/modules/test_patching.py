@@ -73,17 +73,13 @@ def test_attributes_are_restored_in_any_order(order, own):
 
 
 def test_inner_replacement_restores_the_value_set_in_between():
-    class Owner:
-        pass
-
     owner = Owner()
-    owner.length = 5
-    with replaced(owner, length=1):
-        owner.length = 2
-        with replaced(owner, length=3):
-            assert owner.length == 3
-        assert owner.length == 2
-    assert owner.length == 5
+    with replaced(owner, kind=1):
+        owner.kind = 2
+        with replaced(owner, kind=3):
+            assert owner.kind == 3
+        assert owner.kind == 2
+    assert vars(owner) == {}
 
 
 def test_value_set_since_is_kept_when_a_lower_replacement_ends():

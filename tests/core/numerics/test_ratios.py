@@ -94,17 +94,13 @@ def test_spread_between_starts_decides_however_many_rounds_there_are():
 
 
 def test_confidence_widens_the_interval_and_tolerance_the_verdict():
+    assert compare_pairs([[], [(0.0, 1.0)]]) is None
     rounds = timings(random.Random(5), 0.02)
     wide, narrow = (compare_pairs(rounds, confidence=c) for c in (0.99, 0.8))
     assert wide.low < narrow.low < narrow.value == wide.value < narrow.high < wide.high
     assert judge(1.008, 1.006, 1.01, 0.01) == "no difference"
     assert judge(1.008, 1.006, 1.01, 0.0) == "slower"
     assert judge(0.98, 0.97, 0.99, 0.01) == "faster"
-
-
-def test_no_pairs_give_none():
-    assert compare_pairs([]) is None
-    assert compare_pairs([[], [(0.0, 1.0)]]) is None
 
 
 # --- trends --------------------------------------------------------------------------------------
@@ -132,26 +128,8 @@ def test_agrees_with_scipy(seed, digits):
         assert norm.isf(p) == pytest.approx(z * (abs(s) - 1) / abs(s), rel=1e-6)
 
 
-def test_outliers_do_not_move_the_slope():
-    x = list(range(30))
-    y = [2.0 * v for v in x]
-    for outlier in (3, 11, 17, 22, 28):
-        y[outlier] = 1e6
-    assert theil_sen(x, y) == pytest.approx(2.0, rel=0.2)
-
-
-@pytest.mark.parametrize("y", [[], [1.0], [1.0, 2.0], [5.0] * 20])
-def test_too_little_or_constant_is_no_trend(y):
-    assert mann_kendall(y)[1] == 1.0
-
-
-def test_false_alarms_are_as_rare_as_promised():
-    rng = random.Random(1)
-    alarms = sum(mann_kendall([rng.gauss(0, 1) for _ in range(15)])[1] < 0.05 for _ in range(2000))
-    assert 60 <= alarms <= 120  # 5% of 2000 would be 100; the correction for continuity lowers it
-
-
 def test_direction():
+    assert all(mann_kendall(y)[1] == 1.0 for y in ([], [1.0, 2.0], [5.0] * 20))
     assert mann_kendall([1, 2, 3, 4, 5, 6])[1] < 0.01
     assert mann_kendall([6, 5, 4, 3, 2, 1])[1] > 0.99
     assert mann_kendall([1, 2, 3, 4])[0] == 6
