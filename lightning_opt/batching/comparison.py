@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
-from lightning_opt.batching.fixed_draws import FixedDraws, WithoutDropout
 from lightning_opt.batching.splitting import Pieces, Splitter
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.batches import ADVICE, UnsplittableBatchError
@@ -38,8 +39,84 @@ TOLERANCE = 1e-3
 ROUNDING = 1e-6
 """Absolute differences between logged values up to this count as rounding."""
 
+ONLY_FLOAT_IS_DROPOUT = (
+    "scaled_dot_product_attention",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+)
+"""Functions with exactly one positional float argument, the dropout rate."""
+
 PARTS = 3
 """Number of parts. With two, a loss over the hardest half of the samples stays undetected."""
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Turns dropout off, including functional calls."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if "dropout" in name and "native" not in name:
+            return args[0] if args else kwargs["input"]
+        if name in ONLY_FLOAT_IS_DROPOUT:
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
+            kwargs.pop("dropout_p", None)
+        elif name == "multi_head_attention_forward":
+            kwargs["training"] = False
+        return func(*args, **kwargs)
+
+
+class _FixedDraws(TorchDispatchMode):
+    """Makes torch draw the same random numbers for a sample in a part as in the whole batch.
+
+    The first step, on the whole batch, records torch's draws. In later steps, the n-th drawn tensor
+    is overwritten with the part's rows of the n-th recorded tensor. A drawn permutation is replaced
+    by the reversed order, because a permutation of the whole batch has no rows for its parts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorded: list[tuple[Tensor, list[Any]]] = []
+        self._samples = 0
+
+    def begin(self, start: int, samples: int) -> None:
+        """Begin a step on ``samples`` samples, from index ``start`` of the whole batch on."""
+        self._records = self._samples == 0
+        self._samples = self._samples or samples  # set by the first step
+        self._start, self._part, self._drawn = start, samples, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags or not isinstance(result, Tensor):
+            return result
+        if func is torch.ops.aten.randperm.default:
+            return result.copy_(torch.arange(len(result)).flip(0))
+        # Draws with other limits, such as indices into a batch of another size, are kept.
+        limits = [value for value in args if isinstance(value, (int, float))]
+        if func is torch.ops.aten.multinomial.default:
+            limits = [args[0].shape[-1]]
+        if self._records:
+            self._recorded.append((result.detach().clone(), limits))
+        elif self._drawn < len(self._recorded) and self._recorded[self._drawn][1] == limits:
+            rows = self._rows(self._recorded[self._drawn][0], result.shape)
+            if rows.shape == result.shape:
+                result.copy_(rows)
+        self._drawn += 1
+        return result
+
+    def _rows(self, recorded: Tensor, shape: torch.Size) -> Tensor:
+        """Return the rows of this part, along each dimension that grows with the samples."""
+        for dimension, (whole, part) in enumerate(zip(recorded.shape, shape, strict=False)):
+            per_sample = part // self._part
+            expected = self._samples * per_sample, self._part * per_sample
+            if whole != part and (whole, part) == expected:
+                recorded = recorded.narrow(dimension, self._start * per_sample, part)
+        return recorded
 
 
 class Comparison:
@@ -90,7 +167,7 @@ class Comparison:
 
     def compare(self, samples: int, number: int) -> None:
         """Compare one part of at most ``samples`` samples. ``number`` selects the part."""
-        self._written, self._draws = WrittenParameters(self._module), FixedDraws()
+        self._written, self._draws = WrittenParameters(self._module), _FixedDraws()
         self.problem, self.ran_out = "", False
         try:
             pieces = self._splitter.split(self._batch, -(-self.count_samples() // samples))
@@ -170,7 +247,7 @@ class Comparison:
                 logged[name] = float(torch.as_tensor(value).detach())
 
         self._draws.begin(start, samples)
-        with replaced(self._module, log=log), WithoutDropout(), self._draws, torch.enable_grad():
+        with replaced(self._module, log=log), _WithoutDropout(), self._draws, torch.enable_grad():
             loss = loss_of(self._trainer, self._module, copy.deepcopy(piece), self._batch_idx)
             if loss is None:
                 return torch.zeros(1, device=self._module.device), {}

@@ -84,11 +84,14 @@ class SplitCheck:
             UnsplittableBatchError: If ``training_step`` fails on parts, and ``size`` is given.
         """
         self._batches += 1
-        if self._batches not in CHECKED_BATCHES:
+        is_sharded = not isinstance(trainer.strategy, STRATEGIES)
+        if self._batches not in CHECKED_BATCHES or (is_sharded and not self._splits):
             return
-        if not (self._splits or isinstance(trainer.strategy, STRATEGIES)):
-            return  # batches are not split, and sharded models cannot be compared
-        found = self._compare(trainer, module, batch, batch_idx, size)
+        found = Comparison(trainer, module, self._splitter, batch, batch_idx)
+        if is_sharded:
+            found.problem = "the parameters are sharded."
+        else:
+            self._compare(trainer, found, size)
         if found.fails_on_parts and size is not None:
             raise UnsplittableBatchError(found.problem)
         self.sums |= found.sums
@@ -102,31 +105,30 @@ class SplitCheck:
                 "and LayerNorm do not have this problem."
             )
 
-    def _compare(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        size: int | None,
-    ) -> Comparison:
-        found = Comparison(trainer, module, self._splitter, batch, batch_idx)
-        if not isinstance(trainer.strategy, STRATEGIES):
-            found.problem = "the parameters are sharded."
-            return found
+    def _compare(self, trainer: pl.Trainer, found: Comparison, size: int | None) -> None:
+        """Compare as many samples as fit into memory, and combine the results of all ranks."""
+        device, groups = trainer.strategy.root_device, step_groups(trainer)
+
+        def largest(*numbers: float) -> list[float]:
+            return largest_over_ranks(numbers, device, groups[0]) if groups else list(numbers)
+
         samples = found.count_samples()
         if samples == 1 and not self._splits:
             found.problem = "a batch has only one sample."
-        fewest = -_agree(trainer, -samples)[0]
+        fewest = -largest(-samples)[0]
         samples = int(min(fewest, MAX_SAMPLES, max(2, size or MAX_SAMPLES)))
-        _share(trainer, found)
         while samples > 1:
             found.compare(samples, self._batches)
-            if not _share(trainer, found):
+            if not any(largest(found.ran_out)):
                 break
-            recover_memory(trainer.strategy.root_device)
+            recover_memory(device)
             samples //= 2
-        return found
+        failed, fails_on_parts, found.error = largest(
+            bool(found.problem), found.fails_on_parts, found.error
+        )
+        if failed and not found.problem:
+            found.problem = "another rank could not run parts of its batch."
+        found.fails_on_parts = bool(fails_on_parts)
 
     def _describe(self, found: Comparison, tolerance: float) -> None:
         names = [*found.parameters, *(found.state if self._splits else ())]
@@ -166,22 +168,3 @@ class SplitCheck:
             if kind not in self._reported:
                 self._reported.add(kind)
                 rank_zero_warn(f"{self._owner}: {message}")
-
-
-def _share(trainer: pl.Trainer, found: Comparison) -> bool:
-    """Combine the ranks' results, except names. Return whether memory ran out on any rank."""
-    failed, fails_on_parts, ran_out, found.error = _agree(
-        trainer, bool(found.problem), found.fails_on_parts, found.ran_out, found.error
-    )
-    if failed and not found.problem:
-        found.problem = "another rank could not run parts of its batch."
-    found.fails_on_parts = bool(fails_on_parts)
-    return bool(ran_out)
-
-
-def _agree(trainer: pl.Trainer, *numbers: float) -> list[float]:
-    """Return the maximum of each number over the ranks that step together."""
-    groups = step_groups(trainer)
-    if not groups:
-        return list(numbers)
-    return largest_over_ranks(numbers, trainer.strategy.root_device, groups[0])

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_opt.batching import comparison, fixed_draws
+from lightning_opt.batching import comparison
 from lightning_opt.core.measure import reading
 from lightning_opt.core.modules import state_kinds
 from tests.helpers.fake_cuda import fit_on_fake_cuda
@@ -19,7 +19,7 @@ from tests.test_contracts import build, each_case
 
 # Delayed reads do not wait: their copy started some steps earlier. The comparison of a batch with
 # its parts runs at few of the first 64 batches.
-EXEMPT = (reading.__file__, comparison.__file__, fixed_draws.__file__, state_kinds.__file__)
+EXEMPT = (reading.__file__, comparison.__file__, state_kinds.__file__)
 
 
 pytestmark = [

@@ -20,8 +20,7 @@ class GradientAccumulator:
     sum of 256 similar terms stops growing. The sum is rounded once, at the end. Gradients of other
     parameters stay in ``Parameter.grad`` and take no further memory.
 
-    With DDP, FSDP2 or no strategy, the average is correct across ranks if all ranks call
-    :meth:`average`.
+    With DDP and FSDP2, the average is correct across ranks if all ranks call :meth:`average`.
 
     Args:
         module: The model whose gradients are accumulated. Parameters are identified by name.
@@ -90,13 +89,8 @@ class GradientAccumulator:
             parameter.grad = None
 
     @torch.no_grad()
-    def average(self, reduce: bool = False) -> float | Tensor:
+    def average(self) -> float | Tensor:
         """Replace each ``Parameter.grad`` by the average, and reset.
-
-        Args:
-            reduce: Whether to sum gradients over ranks here. Use it without a strategy or under
-                DDP's ``no_sync`` at every batch, but not for sharded parameters.
-                Low-precision gradients are reduced in ``dtype``.
 
         Returns:
             The sum of the weights of all batches of all ranks.
@@ -112,21 +106,15 @@ class GradientAccumulator:
             total, world = sum_over_ranks(total, device, (dist.group.WORLD,))
         if not isinstance(total, Tensor) and total <= 0:
             raise RuntimeError("The weights of all batches sum to 0, so there is no average.")
-        reduce = reduce and world > 1
         # Strategies have averaged gradients over `world` ranks, but `total` is a sum over them.
-        factor = (1 if reduce else world) / total
+        factor = world / total
         for name, parameter in self._named.items():
             gradient = self._sums.get(name)
-            if gradient is not None or (reduce and parameter.grad is None):
-                parameter.grad = torch.zeros_like(parameter)  # another rank may have a gradient
-            if parameter.grad is None:
-                continue
-            local = local_part(parameter.grad)
-            if gradient is None:
-                gradient = local.to(self._dtype) if reduce and local.dtype in HALVES else local
-            if reduce:
-                dist.all_reduce(gradient)
-            local.copy_(gradient.mul_(factor))
+            if gradient is not None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                local = local_part(parameter.grad)
+                local.copy_((local if gradient is None else gradient).mul_(factor))
         self.reset()
         return total
 

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.batching.batch_size.search import FoundSizes
@@ -260,19 +259,12 @@ class _ScaledRates:
 
     def _multiply(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
-            rate = group["lr"]
-            self._unscaled.append((group, rate.clone() if isinstance(rate, Tensor) else rate))
-            if isinstance(rate, Tensor):
-                rate.mul_(self._scale)  # in place, because a captured CUDA graph reads this tensor
-            else:
-                group["lr"] = rate * self._scale
+            self._unscaled.append((group, group["lr"]))
+            group["lr"] = group["lr"] * self._scale
 
     def _restore(self, *args: Any) -> None:
         for group, rate in self._unscaled:
-            if isinstance(rate, Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
+            group["lr"] = rate
         self._unscaled = []
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from contextlib import ExitStack
 from functools import partial
@@ -47,8 +46,6 @@ from lightning_opt.trainer.lightning import (
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-log = logging.getLogger(__name__)
 
 PER_TOKEN = "loss='mean_over_tokens'"
 
@@ -215,7 +212,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             UnsplittableBatchError: If the batch of this rank cannot be split.
         """
         assert isinstance(self._sizes, LearnedSizes)
-        failure_here: dict[str, Any] | None = None
+        failure_here: tuple[Any, ...] | None = None
         shape, elements = shape_of(self._batch)
         samples = self._count_samples()
         if problem:
@@ -228,27 +225,14 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                     "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller "
                     f"samples. The allocator's message: {problem}"
                 )
-            failure_here = {
-                "shape": shape,
-                "elements": elements,
-                "samples": samples,
-                "failed": failed,
-                "final_error": final_error,
-            }
+            failure_here = final_error, shape, elements, samples, failed
         failures = [failure for failure in self._ranks.gather(failure_here) if failure is not None]
         if self._reading_error and problem:
             raise UnsplittableBatchError(self._reading_error)
-        for failure in failures:
-            final_error = failure.pop("final_error")
+        for final_error, *failure in failures:
             if final_error:
                 raise MemoryError(final_error)
-            size = self._sizes.record_failure(self._trainer.global_step, **failure)
-            log.info(
-                "Out of memory with %d samples of %d: the batch is retried in parts of at most %d.",
-                failure["failed"],
-                failure["samples"],
-                size,
-            )
+            self._sizes.record_failure(self._trainer.global_step, *failure)
         if problem:
             parts = max(parts + 1, -(-samples // self._sizes.shapes[shape]["size"]))
         return self._ranks.agree_on_parts(parts, self._count_samples)

@@ -68,9 +68,10 @@ class LogRecorder:
         samples, weights = [samples[part] for part in parts], [weights[part] for part in parts]
         if kwargs.get("batch_size") is not None and len(parts) > 1:
             sizes = [other["batch_size"] for other in arguments]
-            kwargs["batch_size"] = whole_batch_size(sizes, samples)
-            if sizes != samples and kwargs["batch_size"] == sum(sizes):
-                weights = sizes  # counts of tokens, for example: the values are means over them
+            if sizes == samples:
+                kwargs["batch_size"] = sum(samples)
+            elif set(sizes) not in ({1}, {sum(samples)}):  # counts of tokens, for example
+                kwargs["batch_size"], weights = sum(sizes), sizes
         if isinstance(values[0], tuple):
             metric: Metric = values[0][0]
             metric._forward_cache = _mean_of_caches([cache for _, cache in values], weights)
@@ -80,25 +81,12 @@ class LogRecorder:
             self._module.log(name, combine(values, weights, reduction), **kwargs)
 
 
-def whole_batch_size(sizes: Sequence[int], samples: Sequence[int]) -> int:
-    """Return the ``batch_size`` of the whole batch, given the ``batch_size`` of each part.
-
-    Counts of samples or tokens are added. A constant 1 or the whole batch's size stays the same.
-    """
-    for constant in (1, sum(samples)):
-        if list(sizes) != list(samples) and all(size == constant for size in sizes):
-            return constant
-    return sum(sizes)
-
-
 def weighted(value: Any, weight: Any) -> Any:
     """Return ``value * weight``; 0 for a weight of 0, even if the value is NaN.
 
     A mean over no tokens is NaN. Its gradient is 0 for losses such as ``cross_entropy`` with
     ``ignore_index``.
     """
-    if isinstance(weight, Tensor) and isinstance(value, Tensor):
-        return torch.where(weight > 0, value * weight, torch.zeros_like(value))
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, value * weight, 0.0)
     if weight:

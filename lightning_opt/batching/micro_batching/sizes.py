@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 
 from lightning_opt.batching.peaks import LimitMeter
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT_FACTOR = 64
 """After repeated failures, growth is attempted every ``MAX_WAIT_FACTOR * regrow_every`` batches."""
@@ -86,8 +89,8 @@ class LearnedSizes:
 
     def record_failure(
         self, step: int, shape: str, elements: int, samples: int, failed: int
-    ) -> int:
-        """Halve the size of a shape and return it."""
+    ) -> None:
+        """Halve the size of a shape."""
         entry = self.shapes.get(shape)
         if self._last_change_was_growth and entry is not None:
             self._wait = min(2 * self._wait, MAX_WAIT_FACTOR * self._regrow_every)
@@ -98,12 +101,12 @@ class LearnedSizes:
         _store(self.shapes, shape, ShapeSize(size=size, elements=elements, failed=most))
         self.retries += 1
         self.record_event(step, "split", samples, size)
-        return size
 
     def record_event(self, step: int, kind: str, samples: int, size: int) -> None:
         self.unlogged = size
         self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})
         del self.events[:-MAX_EVENTS]
+        log.info("Micro-batches now have at most %d samples (%s).", size, kind)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -100,38 +100,31 @@ def test_gradient_equals_the_window_over_all_ranks_in_float64(strategy):
         assert len(steps) == 3 * (4 if batches == 1 else 2)
 
 
-def average_alone(dtype: torch.dtype) -> list[list[Tensor]]:
-    """Average batches of different sizes: without DDP, under its no_sync, and with it."""
+def average_under_ddp(dtype: torch.dtype) -> list[list[Tensor]]:
+    """Average batches of different sizes, and return the whole batch's gradients too."""
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
     torch.manual_seed(0)
     rank, data = dist.get_rank(), torch.randn(9, 4)
-    own = [data[:2], data[2:7]] if rank == 0 else [data[7:8], data[8:]]
-    results = []
-    for kind in ("alone", "no_sync", "ddp"):
-        torch.manual_seed(1)
-        module = nn.Linear(4, 3).to(dtype)
-        wrapped: Any = module if kind == "alone" else nn.parallel.DistributedDataParallel(module)
-        accumulator = lo.GradientAccumulator(module)
-        for number, batch in enumerate(own):
-            # Low precision leaves `.grad` after each batch: reduce every batch, or none.
-            skip = kind == "no_sync" or (kind == "ddp" and number == 0 and dtype is torch.float32)
-            context = wrapped.no_sync() if kind != "alone" and skip else torch.enable_grad()
-            with context:
-                loss = wrapped(batch.to(dtype)).float().square().mean()
-                accumulator.backward(loss, weight=len(batch))
-        assert accumulator.average(reduce=kind != "ddp") == 9.0
-        results.append([p.grad.float().clone() for p in module.parameters()])
-    torch.manual_seed(1)
-    whole = copy.deepcopy(nn.Linear(4, 3).to(dtype)).double()
+    module = nn.Linear(4, 3)
+    whole = copy.deepcopy(module).to(dtype).double()
     whole(data.to(dtype).double()).square().mean().backward()
-    results.append([p.grad.float() for p in whole.parameters()])
-    return results
+    module = module.to(dtype)
+    wrapped, accumulator = (
+        nn.parallel.DistributedDataParallel(module),
+        lo.GradientAccumulator(module),
+    )
+    for number, batch in enumerate([data[:2], data[2:7]] if rank == 0 else [data[7:8], data[8:]]):
+        # Low-precision gradients are moved away after each batch, so DDP reduces every batch.
+        once = number == 0 and dtype is torch.float32
+        with wrapped.no_sync() if once else torch.enable_grad():
+            loss = wrapped(batch.to(dtype)).float().square().mean()
+            accumulator.backward(loss, weight=len(batch))
+    assert accumulator.average() == 9.0
+    return [[p.grad.float() for p in each.parameters()] for each in (module, whole)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_accumulator_weights_are_correct_across_ranks(dtype):
-    for results in launch(average_alone, dtype):
-        *found, expected = results
-        tolerance = {"atol": 1e-6} if dtype is torch.float32 else {"atol": 0.02}
-        for gradients in found:
-            torch.testing.assert_close(gradients, expected, rtol=0.0, **tolerance)
+    for found, expected in launch(average_under_ddp, dtype):
+        tolerance = 1e-6 if dtype is torch.float32 else 0.02
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)
