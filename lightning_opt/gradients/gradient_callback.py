@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,10 +80,9 @@ class GradientCallback(RunCallback):
 
     Attributes:
         names: The model's parameters by name; empty outside of a fit.
-        withheld: Indices of the optimizers whose update this callback skips at this step. Later
-            callbacks get no gradients of these optimizers.
-        barriers: A device scalar per optimizer index, used when the device skips the update:
-            infinity for a skipped update, else 0. It is added to the norm for later callbacks.
+        barriers: By optimizer index: infinity if this callback skips the update of this step, else
+            0. Later callbacks get no gradients of a skipped update. If the device skips it, the
+            barrier is a tensor, and is added to the norm for later callbacks.
 
     Raises:
         ValueError: In ``setup`` under DeepSpeed, which keeps gradients in its own buffers; in
@@ -93,7 +93,6 @@ class GradientCallback(RunCallback):
 
     def __init__(self) -> None:
         self.names: dict[Tensor, str] = {}
-        self.withheld: set[int] = set()
         self.barriers: dict[int, Scalar] = {}
         self._flat: dict[Tensor, Groups] = {}
         self._ahead: list[GradientCallback] = []
@@ -138,14 +137,13 @@ class GradientCallback(RunCallback):
         """Drop references to the model."""
         self.names, self._flat = {}, {}
         self._ahead, self._previous, self._is_followed = [], None, False
-        self.withheld, self.barriers, self._measured = set(), {}, {}
+        self.barriers, self._measured = {}, {}
 
     def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, Gradients, Scalar]:
         """Return the optimizer's index, its gradients, and the loss scale they contain."""
         index = trainer.optimizers.index(optimizer)
-        for other in self._ahead:
-            if index in other.withheld:
-                return index, Gradients([], []), 1.0
+        if any(other._skips(index) for other in self._ahead):
+            return index, Gradients([], []), 1.0
         gradients = collect_gradients(parameters_of(optimizer), self._flat)
         return index, gradients, grad_scale(trainer, optimizer)
 
@@ -164,15 +162,19 @@ class GradientCallback(RunCallback):
         if self._is_followed:
             self._measured[index] = step
         for other in self._ahead:
-            if index in other.barriers:
-                norms = GradientNorms(
-                    step.norms.per_tensor, step.norms.total + other.barriers[index]
-                )
+            barrier = other.barriers.get(index)
+            if isinstance(barrier, Tensor):
+                norms = GradientNorms(step.norms.per_tensor, step.norms.total + barrier)
                 step = GradientStep(step.gradients, norms, step.grad_scale, step.names)
         return index, step
+
+    def _skips(self, index: int) -> bool:
+        """Return whether the host skips the update of this optimizer."""
+        barrier = self.barriers.get(index)
+        return not isinstance(barrier, Tensor) and barrier == math.inf
 
     def _hand_over(self, index: int) -> GradientStep | None:
         """Remove and return an optimizer's measurement; None if its update is skipped."""
         self._is_followed = True
         step = self._measured.pop(index, None)
-        return None if index in self.withheld else step
+        return None if self._skips(index) else step

@@ -77,9 +77,8 @@ def statistics_of(state: dict[str, Any]) -> dict[str, Any]:
         values = torch.as_tensor(plain["values"], dtype=torch.float64)
         return {"count": count, "values": values[~values.isnan()].tolist()}
     if "averages" in plain:
-        averages = torch.as_tensor(plain["averages"]).tolist()
-        known = dict(zip(plain["names"], averages, strict=True))
-        finite = {name: value for name, value in known.items() if math.isfinite(value)}
+        averages = plain["averages"].items()
+        finite = {name: value for name, value in averages if math.isfinite(value)}
         return {"count": int(plain["count"]), **finite}
     statistics = {name: torch.as_tensor(value).tolist() for name, value in plain.items()}
     if "band" in statistics:

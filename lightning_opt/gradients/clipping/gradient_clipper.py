@@ -40,15 +40,10 @@ def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
     """Return ``rule`` itself, or the rule of that name with its default settings.
 
     Raises:
-        ValueError: If no rule has that name; the message lists all names.
-        TypeError: If ``rule`` is neither a name nor a rule.
+        ValueError: If ``rule`` is neither a name nor a rule; the message lists all names.
     """
     if isinstance(rule, ClippingRule):
         return rule
-    if not isinstance(rule, str):
-        raise TypeError(
-            f"rule must be one of {sorted(RULES)} or a ClippingRule object, got {rule!r}."
-        )
     return RULES[check_one_of("rule", rule, sorted(RULES))]()
 
 

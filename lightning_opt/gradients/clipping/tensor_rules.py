@@ -113,12 +113,8 @@ class PerParameter(ClippingRule):
         self.warmup_norm = check_positive("warmup_norm", warmup_norm)
 
     def init(self) -> State:
-        """Return the state before any step.
-
-        ``names`` lists the tensors of the last step, and ``averages`` their averages. ``absent``
-        maps names to averages for the tensors without a gradient in the last step.
-        """
-        return {"count": 0, "names": [], "averages": [], "absent": {}}
+        """Return the state before any step: the number of steps, and the averages by name."""
+        return {"count": 0, "averages": {}}
 
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Scale each gradient in place by its own coefficient."""
@@ -127,12 +123,14 @@ class PerParameter(ClippingRule):
             return Clip(0.0)
         norms = constant(step.norms.per_tensor, tensors[0].device)
         total = torch.as_tensor(step.norms.total, dtype=norms.dtype)
-        average = self._averages(step, state, norms)
+        names = [step.names[parameter] for parameter in step.gradients.parameters]
+        # Averages start at infinity, so a new tensor is not clipped.
+        known = [state["averages"].get(name, math.inf) for name in names]
+        average = stack_scalars(known).to(norms.device)
         finite = total < math.inf
         warm = state["count"] < self.warmup
         if not isinstance(warm, Tensor):
             warm = torch.full((), warm, device=norms.device)
-        # Averages start at infinity, so a new tensor is not clipped.
         limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
         over = (norms > limit) & finite
         coefficient = (limit / norms).masked_fill_(over.logical_not(), 1.0)
@@ -140,27 +138,14 @@ class PerParameter(ClippingRule):
         next_average = average.lerp(clipped_norms, 1.0 - self.decay)
         starting = warm | (average == math.inf)
         updated = torch.where(starting, torch.minimum(average, clipped_norms), next_average)
-        state["averages"] = torch.where(finite & (clipped_norms > 0), updated, average)
+        average = torch.where(finite & (clipped_norms > 0), updated, average)
+        state["averages"].update(zip(names, average.unbind(), strict=True))
         state["count"] = state["count"] + finite
 
         if not step.gradients.on_host or over.any():  # `any` is read only on a CPU
             pairs = zip(coefficient.unbind(), tensors, strict=True)
             torch._foreach_mul_(tensors, [move(factor, tensor.device) for factor, tensor in pairs])
         return Clip(over.mean(dtype=norms.dtype), coefficient=coefficient.min())
-
-    @staticmethod
-    def _averages(step: GradientStep, state: State, norms: Tensor) -> Tensor:
-        """Return the averages, ordered as this step's tensors; infinity for new tensors."""
-        names = [step.names[parameter] for parameter in step.gradients.parameters]
-        averages = state["averages"]
-        if isinstance(averages, Tensor) and state["names"] == names:
-            return averages.to(norms.device)
-        # First step, resumed run, or a different set of tensors than at the last step.
-        averages = torch.as_tensor(averages, dtype=norms.dtype, device=norms.device)
-        known = {**state["absent"], **dict(zip(state["names"], averages.unbind(), strict=True))}
-        current = [known.pop(name, math.inf) for name in names]
-        state["names"], state["absent"] = names, known
-        return stack_scalars(current).to(norms.device)
 
 
 class UnitWise(ClippingRule):

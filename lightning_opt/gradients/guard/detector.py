@@ -82,8 +82,7 @@ class Detection(NamedTuple):
         skip: Whether to skip the update, for a fault or an overflow; 0 or 1 on a device.
         fault: Whether the step has a fault. Buffers are restored after a fault. After an overflow
             they are kept, because the forward pass was finite.
-        barrier: On a device: infinity for a skipped step, else 0. Later callbacks add it to the
-            norm, so that a skipped step does not enter their statistics.
+        barrier: Infinity for a skipped step, else 0 (see :class:`GradientCallback`).
     """
 
     loss: Scalar
@@ -91,7 +90,7 @@ class Detection(NamedTuple):
     code: Scalar
     skip: Condition
     fault: Condition
-    barrier: Scalar = 0.0
+    barrier: Scalar
 
     @property
     def kind(self) -> Kind | None:
@@ -100,7 +99,8 @@ class Detection(NamedTuple):
 
     def on_host(self, code: float) -> Detection:
         """Return a copy with a code that was read to the host."""
-        return Detection(self.loss, self.norm, code, code > 0, code > OVERFLOW)
+        barrier = math.inf if code > 0 else 0.0
+        return Detection(self.loss, self.norm, code, code > 0, code > OVERFLOW, barrier)
 
 
 def fault_code(
@@ -189,7 +189,7 @@ class Detector:
         scaled = loss_scale is not None and bool(loss_scale >= 1.0)
         bad_loss, bad_norm = not math.isfinite(loss), not norm <= LARGEST_NORM
         code = fault_code(bad_loss, bad_norm, high[0], high[1], scaled)
-        return Detection(loss, norm, code, code > 0, code > OVERFLOW)
+        return Detection(loss, norm, code, code > 0, code > OVERFLOW, math.inf if code else 0.0)
 
     def _detect_on_device(
         self, both: Tensor, history: dict[str, Any], loss_scale: Scalar | None

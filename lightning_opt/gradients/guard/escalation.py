@@ -17,7 +17,7 @@ from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.numerics.scalars import Condition, to_plain
-from lightning_opt.gradients.guard.detector import Detection, Kind
+from lightning_opt.gradients.guard.detector import Kind
 
 Policy: TypeAlias = Literal["skip", "rollback", "raise"]
 Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
@@ -77,38 +77,27 @@ class Escalation:
         initial = {"consecutive": 0, "skipped": 0, "overflows": 0, "lr_scale": 1.0, "history": {}}
         return self._states.setdefault(index, initial)
 
-    def record(self, index: int, detection: Detection) -> tuple[Kind, Action] | None:
-        """Count a step. Return its fault and the response; None for a step without a fault."""
-        kind = detection.kind
-        if kind is not None:
-            spike = kind in ("loss_spike", "gradient_spike")
-            return kind, self.record_fault(index, spike=spike)
-        # A skip without a fault is an overflow, which the loss scaler handles.
-        if detection.skip:
-            self.state(index)["overflows"] += 1
-        else:
-            self.record_good_step(index)
-        return None
+    def record(self, index: int, kind: Kind | None, *, overflow: bool = False) -> Action | None:
+        """Count a step, and return the response to its fault; None for a step without a fault.
 
-    def record_good_step(self, index: int) -> None:
-        """Reset the count of faults in a row, and raise the learning rate scale by one step."""
-        state = self.state(index)
-        state["consecutive"] = 0
-        if state["lr_scale"] < 1.0:
-            state["lr_scale"] = min(
-                1.0, state["lr_scale"] / self.lr_backoff ** (1.0 / RECOVERY_STEPS)
-            )
-
-    def record_fault(self, index: int, *, spike: bool = False) -> Action:
-        """Count a fault and return the response.
-
-        A spike stops a run only under ``policy="raise"``.
+        Args:
+            index: The optimizer's index.
+            kind: The fault, if there is one.
+            overflow: Whether the loss scaler skips the step.
         """
         state = self.state(index)
+        if kind is None:
+            if overflow:
+                state["overflows"] += 1
+            else:
+                state["consecutive"] = 0
+                recovered = state["lr_scale"] * self.lr_backoff ** (-1.0 / RECOVERY_STEPS)
+                state["lr_scale"] = min(1.0, recovered)
+            return None
         state["consecutive"] += 1
         state["skipped"] += 1
-        faults = state["consecutive"]
-        if self.policy == "raise" or (faults >= self.max_consecutive and not spike):
+        faults, is_spike = state["consecutive"], kind in ("loss_spike", "gradient_spike")
+        if self.policy == "raise" or (faults >= self.max_consecutive and not is_spike):
             return "raise"
         if self.policy == "rollback" and faults == self.rollback_after:
             return "rollback"

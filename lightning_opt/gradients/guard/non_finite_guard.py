@@ -235,12 +235,11 @@ class NonFiniteGuard(GradientCallback):
         record = StepRecord(*where, losses, parameters, norms)
         if deferred:
             assert isinstance(detection.code, Tensor)
-            self.barriers[index] = detection.barrier
             self._delayed.push(detection.code[None], (detection, record))
             self._count_read(self._delayed.due())
         else:
             self._count_step(detection, record)
-            (self.withheld.add if detection.skip else self.withheld.discard)(index)
+        self.barriers[index] = detection.barrier
         if self._buffers is not None:
             self._buffers.restore_or_save(detection.fault)
         self._controls[index].prepare(detection.skip, state["lr_scale"])
@@ -257,7 +256,6 @@ class NonFiniteGuard(GradientCallback):
         self._stepped = False
         log_due, self._log_due = self._log_due, False
         self._losses = []
-        self.withheld.clear()
         self.barriers.clear()
         for control in self._controls:
             control.reset()
@@ -282,9 +280,10 @@ class NonFiniteGuard(GradientCallback):
     def _count_step(self, detection: Detection, record: StepRecord) -> None:
         """Count a step. Its detection must be on the host. The record of a fault is kept."""
         assert record.optimizer is not None
-        response = self.escalation.record(record.optimizer, detection)
-        if response is not None:
-            record.kind, record.action = response
+        kind = detection.kind
+        action = self.escalation.record(record.optimizer, kind, overflow=bool(detection.skip))
+        if kind is not None and action is not None:
+            record.kind, record.action = kind, action
             record.loss, record.norm = float(detection.loss), float(detection.norm)
             self._faults.append(record)
 

@@ -107,7 +107,13 @@ class Snapshot:
             "tensors": dict(tensors),
             # The keys of an optimizer's state are the parameters themselves, not copies.
             "states": [dict(optimizer.state) for optimizer in trainer.optimizers],
-            "groups": [_settings(optimizer) for optimizer in trainer.optimizers],
+            "groups": [
+                [
+                    {key: group[key] for key in group if key != "params"}
+                    for group in own.param_groups
+                ]
+                for own in trainer.optimizers
+            ],
             "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
         }
@@ -193,13 +199,6 @@ def _leaf_back(saved: Any, live: Any, like: Tensor | None) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(saved.to(like.device), like.device_mesh, like.placements)  # type: ignore[attr-defined]
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def _wait(tensors: Iterable[Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,7 +94,6 @@ class Evidence:
         overflows: Whether the non-finite norms are overflows of the loss scaler.
         early: Median of the total norm in the first report; None in the first report.
         typical: Median of these medians over all earlier reports; None in the first report.
-        before: ``flow`` of each layer in the previous report.
     """
 
     layers: list[LayerStats]
@@ -102,7 +101,6 @@ class Evidence:
     overflows: bool = False
     early: float | None = None
     typical: float | None = None
-    before: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def flows(self) -> dict[str, float]:
@@ -184,12 +182,7 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
             return []
         detail = f"the largest gradient RMS of any layer is {largest:.3g}, since the start"
         return [Issue("vanishing", WARNING, "all layers", detail)]
-    small = {
-        name: flow
-        for name, flow in flows.items()
-        # Skip rising gradients: those next to a zero-initialised layer start small and grow.
-        if flow < limit and flow < 1e-3 * largest and flow <= 3 * evidence.before.get(name, flow)
-    }
+    small = {name: flow for name, flow in flows.items() if flow < min(limit, 1e-3 * largest)}
     strongest = max(flows, key=flows.__getitem__)
     severity = CRITICAL if 4 * len(small) >= len(flows) else WARNING
     return [

@@ -99,8 +99,7 @@ class GradientHealth(GradientCallback):
     ======================== ==================================================================
 
     Args:
-        every_n_steps: Optimizer steps between reports, at least 1. Intervals above about 1,024
-            steps are shortened to that.
+        every_n_steps: Optimizer steps between reports, at least 1.
         exploding: Total norm above which gradients explode, above 0.
         vanishing: RMS below which gradients may vanish, above 0.
         activations: Also check module outputs, to name the module and the batch of the first NaN.
@@ -163,7 +162,7 @@ class GradientHealth(GradientCallback):
             self._records[index] = OptimizerHealth(self.exploding, self.vanishing)
         record = self._records[index]
         record.observe(step)
-        if self._schedule.is_due(record.steps) or record.is_full:
+        if self._schedule.is_due(record.steps):
             record.measure(step)
 
     def on_train_batch_end(

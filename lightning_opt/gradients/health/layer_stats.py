@@ -34,9 +34,9 @@ class ParameterStats:
         status: ``"trained"``, ``"frozen"`` or ``"no gradient"``.
         count: Steps with a finite gradient.
         mean, variance: Mean and variance of the gradient's L2 norm over steps with a finite norm.
-        nan, inf: Number of steps whose norm was NaN, and infinite.
+        nan: Number of steps whose norm was NaN.
         first: The first step with a non-finite norm; 0 if there was none.
-        norm, max: L2 norm and largest finite magnitude at the reported step.
+        max: Largest finite magnitude at the reported step.
         zeros: Share of elements that were exactly zero at the reported step.
         update: L2 norm of one update divided by that of the weights.
         weight: L2 norm of the weights, or of a sample of them.
@@ -50,9 +50,7 @@ class ParameterStats:
     mean: float = 0.0
     variance: float = 0.0
     nan: int = 0
-    inf: int = 0
     first: int = 0
-    norm: float | None = None
     max: float | None = None
     zeros: float | None = None
     update: float | None = None
@@ -184,7 +182,6 @@ def stats_of_norms(
         "mean": mean,
         "variance": np.square(deviation).sum(0) / np.maximum(count, 1),
         "nan": np.isnan(norms).sum(0),
-        "inf": np.isinf(norms).sum(0),
         "first": np.where(bad.any(0), bad.argmax(0) + first, 0),
     }
     for key, column in table.items():
@@ -201,13 +198,13 @@ def add_gradients(
         if name not in stats:
             continue
         found = stats[name]
-        norm, largest, nonzero, numel, present = column.tolist()
+        largest, nonzero, numel, present = column.tolist()
         found.numel = int(numel)  # summed over shards
         if not present:
             # No rank has a gradient of this sharded parameter, so its recorded norms are zeros.
-            found.count, found.nan, found.inf, found.first = 0, 0, 0, 0
+            found.count, found.nan, found.first = 0, 0, 0
             continue
-        found.norm, found.max = norm, largest
+        found.max = largest
         found.zeros = 1.0 - nonzero / numel if numel else None
         if not found.mean and largest:
             found.mean = largest  # the squares underflowed in float32

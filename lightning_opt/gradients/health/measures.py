@@ -88,12 +88,12 @@ def measure_gradients(step: GradientStep) -> Tensor:
     All ranks must call this: one sum and one maximum per process group combine the shards.
 
     Returns:
-        A table on the device with one column per gradient: norm; largest finite magnitude (without
-        the loss scale); non-zero elements; elements; and number of ranks with a gradient.
+        A table on the device with one column per gradient: largest finite magnitude (without the
+        loss scale); non-zero elements; elements; and number of ranks with a gradient.
     """
     gradients = step.gradients
     if not gradients.tensors:
-        return torch.zeros(5, 0)
+        return torch.zeros(4, 0)
     tensors = gradients.summed()
     device, wide = tensors[0].device, wide_dtype(tensors[0].device)
     largest = torch.stack([largest_magnitude(t).to(device, wide) for t in tensors])
@@ -107,8 +107,7 @@ def measure_gradients(step: GradientStep) -> Tensor:
     if gradients.groups:
         sums = combine_shards(sums, gradients.groups)
         largest = combine_shards(largest, gradients.groups, torch.distributed.ReduceOp.MAX)
-    norms = torch.as_tensor(step.norms.per_tensor, dtype=wide, device=device)
-    return torch.cat([norms[None], largest[None], sums])
+    return torch.cat([largest[None], sums])
 
 
 def largest_magnitude(tensor: Tensor) -> Tensor:

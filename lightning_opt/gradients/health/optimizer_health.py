@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -36,21 +36,10 @@ from lightning_opt.gradients.health.measures import (
     read_together,
 )
 
-LONGEST_WINDOW = 1024
-"""Steps after which a report is due regardless of the schedule. This limits the window's memory."""
-
 TIMELINE = 128
 """Maximum number of reports in the timeline. Beyond it, every second one is dropped."""
 
 COUNTS = ("steps", "reported_step", "nonfinite", "overflows")
-
-
-class PendingReport(NamedTuple):
-    """The device measurements that a report takes before the update of its step."""
-
-    names: list[str]
-    table: Tensor
-    probe: UpdateProbe
 
 
 class OptimizerHealth:
@@ -64,7 +53,8 @@ class OptimizerHealth:
         reported_step: Step of the last report.
         nonfinite: Steps with NaN or infinite gradients, except ``overflows``.
         overflows: Steps with non-finite gradients that the loss scaler caused and skipped.
-        pending: The report that :meth:`complete` must finish; None if no report is due.
+        pending: Names, gradients and update probe of the report that :meth:`complete` must finish;
+            None if no report is due.
         layers: Stats of the last report.
         issues: Issues of the last report.
         timeline: One entry per report: the step, median and maximum of the total norm, and the
@@ -75,7 +65,7 @@ class OptimizerHealth:
         self._exploding, self._vanishing = exploding, vanishing
         self._window = NormWindow()
         self._first = 1  # first step of the window
-        self.pending: PendingReport | None = None
+        self.pending: tuple[list[str], Tensor, UpdateProbe] | None = None
         self._persistence = Persistence()
         self._streak = 0  # consecutive non-finite steps
         self.steps = self.reported_step = 0
@@ -83,10 +73,6 @@ class OptimizerHealth:
         self.layers: list[LayerStats] = []
         self.issues: list[Issue] = []
         self.timeline: list[dict[str, Any]] = []
-
-    @property
-    def is_full(self) -> bool:
-        return self.steps - self._first >= LONGEST_WINDOW
 
     def observe(self, step: GradientStep) -> None:
         self.steps += 1
@@ -98,7 +84,7 @@ class OptimizerHealth:
         table = measure_gradients(step)
         probe = UpdateProbe(gradients.parameters, gradients.groups)
         names = [step.names[parameter] for parameter in gradients.parameters]
-        self.pending = PendingReport(names, table, probe)
+        self.pending = (names, table, probe)
 
     def complete(
         self,
@@ -122,7 +108,6 @@ class OptimizerHealth:
             overflows=bad and scaled and self._streak < OVERFLOW_STREAK,
             early=medians[0] if medians else None,
             typical=statistics.median(medians) if medians else None,
-            before=self.timeline[-1]["flow"] if self.timeline else {},
         )
         findings = [*diagnose(evidence, self._exploding, self._vanishing), *extra]
         self._persistence.update(findings)
@@ -134,14 +119,14 @@ class OptimizerHealth:
         """Read all measurements at once, set ``layers``, and return steps with total norms."""
         pending, self.pending = self.pending, None
         blocks = self._window.blocks()
-        extra = [] if pending is None else [pending.table, pending.probe.compare()]
+        extra = [] if pending is None else [pending[1], pending[2].compare()]
         read = read_together([*extra, *(rows for _, rows in blocks)])
         on_host = zip((names for names, _ in blocks), read[len(extra) :], strict=True)
         stats, norms = stats_of_norms(parameters, list(on_host), self._first)
         if pending is not None:
-            table, squares = read[:2]
-            add_gradients(stats, pending.names, table)
-            add_updates(stats, pending.names, squares)
+            names, *_ = pending
+            add_gradients(stats, names, read[0])
+            add_updates(stats, names, read[1])
         for name, parameter in parameters.items():
             stats[name].status = _status(stats[name], parameter, measured=pending is not None)
         self.layers = group_layers(stats.values())
@@ -232,6 +217,6 @@ class OptimizerHealth:
 def _status(stats: ParameterStats, parameter: Tensor, measured: bool) -> str:
     # A shard without a gradient has recorded norms of zero. Only a measured report distinguishes it
     # from a gradient of zero.
-    if stats.nan or stats.inf or (stats.count and (stats.mean or measured)):
+    if stats.first or (stats.count and (stats.mean or measured)):
         return TRAINED
     return NO_GRADIENT if parameter.requires_grad else FROZEN

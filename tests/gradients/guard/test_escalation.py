@@ -45,9 +45,9 @@ def in_a_row(start: int, stop: int, kind: str = "nan") -> dict[int, str]:
 
 class TestEscalation:
     def test_responses_to_faults_in_a_row(self) -> None:
-        def responses(policy: Any, faults: int, **settings: Any) -> list[str]:
+        def responses(policy: Any, faults: int, **settings: Any) -> list[Any]:
             escalation = Escalation(policy, **settings)
-            return [escalation.record_fault(0) for _ in range(faults)]
+            return [escalation.record(0, "nonfinite_loss") for _ in range(faults)]
 
         skip = ["skip", "skip", "backoff", *["skip"] * 6, "raise"]
         assert responses("skip", 10) == skip
@@ -61,11 +61,11 @@ class TestEscalation:
         monkeypatch.setattr(escalation_module, "RECOVERY_STEPS", 20)
         escalation = Escalation()
         for _ in range(3):
-            escalation.record_fault(0)
+            escalation.record(0, "nonfinite_loss")
         scales = []
         for _ in range(22):
             scales.append(escalation.state(0)["lr_scale"])
-            escalation.record_good_step(0)
+            escalation.record(0, None)
         assert scales[0] == 0.5
         assert scales[10] == pytest.approx(0.5**0.5)
         assert scales[19] < 1
@@ -74,7 +74,7 @@ class TestEscalation:
 
     def test_learning_rate_scale_has_a_lower_bound(self) -> None:
         escalation = Escalation()
-        escalation.record_good_step(0)
+        escalation.record(0, None)
         for _ in range(50):
             escalation.record_rollback()
         assert escalation.state(0)["lr_scale"] == 0.5**4

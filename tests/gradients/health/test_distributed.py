@@ -62,7 +62,7 @@ def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) 
         "parameters": {
             p.name: {
                 key: getattr(p, key)
-                for key in ("numel", "status", "norm", "max", "zeros", "mean", "variance", "update")
+                for key in ("numel", "status", "max", "zeros", "mean", "variance", "update")
             }
             for layer in health.layers
             for p in layer.parameters

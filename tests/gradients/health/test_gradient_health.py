@@ -55,7 +55,6 @@ def test_measurements_match_float64(path):
         last = reference.gradients[-1][name]
         assert found.mean == FINE(statistics.fmean(norms), rel=1e-5)
         assert math.sqrt(found.variance) == FINE(statistics.pstdev(norms), rel=1e-5)
-        assert found.norm == FINE(norms[-1], rel=1e-5)
         assert found.max == FINE(float(last.abs().max()), rel=1e-6)
         assert found.zeros == FINE(float((last == 0).double().mean()))
         change = (reference.after[-1][name] - reference.before[-1][name]).norm()
@@ -199,13 +198,6 @@ def test_long_timeline_is_thinned(monkeypatch):
     timeline = health.state_dict()["0"]["timeline"]
     assert len(timeline) <= 8
     assert (timeline[0]["step"], timeline[-1]["step"]) == (1, 36)
-
-
-def test_full_window_forces_a_report(monkeypatch):
-    monkeypatch.setattr(optimizer_health, "LONGEST_WINDOW", 8)
-    health = lo.GradientHealth(every_n_steps=1000)
-    fit(health)
-    assert health.state_dict()["0"]["reported_step"] == 9
 
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
