@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from jsonargparse import (  # type: ignore[attr-defined]
     ActionConfigFile,
     ArgumentError,
@@ -27,7 +25,6 @@ from lightning_opt.trainer.lightning import DEFAULT, LightningModule
 from lightning_opt.worker.recipes import import_attribute
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.pytorch.cli import LightningArgumentParser
 
 TARGETS = """\
@@ -36,8 +33,6 @@ model and data:
   model's own loaders are used. --config takes a configuration of LightningCLI with all of this.
 """
 
-
-log = logging.getLogger(__name__)
 
 PRESETS = ", ".join(preset_names())
 
@@ -188,20 +183,5 @@ def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[
     """Return the job's arguments of the Trainer, merged with those of a preset if one is given."""
     if name is None:
         return dict(job.trainer)
-    preset = preset_of(name, without)
-    model = _without_weights(job.model)
-    if model is not None:
-        preset = preset.for_model(model)
     # Measured runs have no logger by default.
-    return preset.to_dict(**{"logger": False, **job.trainer})
-
-
-def _without_weights(recipe: Recipe) -> pl.LightningModule | None:
-    """Create the model on the meta device, without memory; return None if that fails."""
-    try:
-        with torch.device("meta"):
-            model = recipe()
-    except Exception as error:  # noqa: BLE001 - the constructor may need real weights
-        log.info("The preset ignores the model, which fails on the meta device: %s", error)
-        return None
-    return model if isinstance(model, LightningModule) else None
+    return preset_of(name, without).to_dict(**{"logger": False, **job.trainer})

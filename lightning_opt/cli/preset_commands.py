@@ -74,7 +74,7 @@ def fit_class(base: Any) -> Any:
             name, without = config.pop("preset"), config.pop("without")
             if name is None:
                 return super().instantiate_trainer(**kwargs)
-            preset = preset_of(name, without).for_model(self.model)
+            preset = preset_of(name, without)
             instances = self.config_init.fit.trainer
             given = {name: instances[name] for name in given_arguments(config.trainer)}
             entries = {"callbacks": config.trainer.as_dict()["callbacks"]}

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -69,7 +69,7 @@ class Part:
     def _why_not(self, situation: Situation) -> str | None:
         if self.name in (situation.user_callbacks if self.kind else situation.arguments):
             return "replaced by yours"
-        if situation.excludes(self.name):
+        if situation.overrides.get(self.name, True) is None:
             return "excluded by you"
         if self.obstacle is None or situation.overrides.get(self.name) is True:
             return None
@@ -93,20 +93,21 @@ class Chosen:
     def is_on(self) -> bool:
         return self.reason is None
 
+    @property
+    def _is_own(self) -> bool:
+        return getattr(lightning_opt, self.part.name, None) is self.part.kind
+
     def make(self) -> pl.Callback:
-        assert self.part.kind is not None
-        callback = self.part.kind(**instantiate(self.settings))
-        if isinstance(callback, RunCallback) and not self.is_requested:
-            for hook in START_HOOKS:
-                setattr(callback, hook, partial(_call_or_leave_out, callback, hook))
-        return callback
+        kind: Any = self.part.kind
+        kind = as_part(kind) if self._is_own and not self.is_requested else kind
+        return kind(**instantiate(self.settings))  # type: ignore[no-any-return]
 
     def to_config(self) -> dict[str, Any]:
         """Return the callback's entry in a configuration of LightningCLI."""
-        kind = self.part.kind
-        assert kind is not None
-        exported = getattr(lightning_opt, kind.__name__, None) is kind
-        module = "lightning_opt" if exported else kind.__module__
+        kind: Any = self.part.kind
+        module = kind.__module__
+        if self._is_own:
+            module = "lightning_opt" if self.is_requested else "lightning_opt.presets"
         return {"class_path": f"{module}.{kind.__qualname__}", "init_args": dict(self.settings)}
 
 
@@ -115,10 +116,9 @@ class Preset:
     """A named set of callbacks and Trainer arguments, each with its reason.
 
     Parts that the machine, the strategy or another part rules out are left out, and
-    :meth:`describe` gives the reasons, so the chosen parts always work together. If a part
-    raises at the start of the run because it does not support the model, it is left out with a
-    warning, unless you named it. Your own settings win: an argument of the
-    Trainer, or a callback of a class in the preset.
+    :meth:`describe` gives the reasons. A callback of this package that does not support the model
+    is left out with a warning when the run starts, unless you named it. Your own settings win: an
+    argument of the Trainer, or a callback of a class in the preset.
 
     Presets are immutable: each method returns a new one. Create them with :func:`preset` and
     :func:`register_preset`.
@@ -128,7 +128,6 @@ class Preset:
         parts: Its parts; :meth:`plus` adds to them.
         overrides: Settings of single callbacks, set by :meth:`override`.
         arguments: Arguments of the Trainer, set by :meth:`override`.
-        model: The model, set by :meth:`for_model`.
         purpose: Its purpose, in a sentence.
 
     Example:
@@ -145,7 +144,6 @@ class Preset:
     _: KW_ONLY
     overrides: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    model: pl.LightningModule | None = None
     purpose: str = ""
 
     # --- derived presets --------------------------------------------------------------------------
@@ -196,42 +194,32 @@ class Preset:
                 of the Trainer: its value.
 
         Raises:
-            ValueError: For an unknown name, or settings that the callback does not accept.
+            ValueError: For an unknown name, or values that the callback does not accept.
+            TypeError: For settings that the callback does not have.
         """
         settings, trainer = dict(self.overrides), dict(self.arguments)
         kinds = {part.name: part.kind for part in self.parts if part.kind is not None}
         for name, value in overrides.items():
-            if name == "callbacks":
-                raise ValueError(
-                    f"preset({self.name!r}) takes no callbacks; give yours to "
-                    "trainer_kwargs(callbacks=[...])."
-                )
             if name not in {*kinds, *ARGUMENTS}:
                 hint = did_you_mean(name, [*kinds, *ARGUMENTS])
                 raise ValueError(
                     f"preset({self.name!r}) has no {name!r}{hint} Its callbacks are "
-                    f"{', '.join(kinds)}; arguments of the Trainer can be given too."
+                    f"{', '.join(kinds)}; arguments of the Trainer can be given too. Give your own "
+                    "callbacks to trainer_kwargs(callbacks=[...])."
                 )
             if name not in kinds:
                 trainer[name] = value
             elif isinstance(value, Mapping):
                 settings[name] = dict(value)
-                _check_settings(kinds[name], value)
+                kinds[name](**instantiate(settings[name]))  # raises for wrong settings
             elif value is None or isinstance(value, bool):
                 settings[name] = value or None
             else:
                 raise ValueError(
                     f"{name} must be a dict of its settings, True, or None to leave it out; got "
-                    f"{value!r}. Give callbacks of your own to trainer_kwargs(callbacks=[...])."
+                    f"{value!r}."
                 )
         return replace(self, overrides=settings, arguments=trainer)
-
-    def for_model(self, model: pl.LightningModule) -> Self:
-        """Return this preset without the parts that the model rules out.
-
-        These are parts that need automatic optimisation, and compiling a model that is compiled.
-        """
-        return replace(self, model=model)
 
     def _with(self, part: Part) -> Self:
         parts = {existing.name: existing for existing in self.parts}
@@ -245,7 +233,7 @@ class Preset:
         return [part.choose(situation) for part in self.parts]
 
     def _situation(self, trainer: Mapping[str, Any]) -> Situation:
-        return Situation({**self.arguments, **trainer}, self.overrides, self.model)
+        return Situation({**self.arguments, **trainer}, self.overrides)
 
     def callbacks(self) -> list[pl.Callback]:
         """Return new callbacks, for a Trainer with default arguments."""
@@ -330,33 +318,31 @@ def join(
     return {**arguments, "callbacks": sorted([*callbacks, *callbacks_in(given)], key=_rank)}
 
 
-def _call_or_leave_out(
-    callback: RunCallback, hook: str, trainer: pl.Trainer, *args: Any, **kwargs: Any
-) -> None:
-    """Call a hook. If it raises because this run is not supported, remove the callback."""
-    try:
-        getattr(type(callback), hook)(callback, trainer, *args, **kwargs)
-    except ValueError as error:
-        callback.release(trainer)
-        # Replaced and not removed, because Lightning is iterating over the list.
-        trainer.callbacks[trainer.callbacks.index(callback)] = BaseCallback()  # type: ignore[attr-defined]
-        rank_zero_warn(f"The preset leaves out {type(callback).__name__}: {error}")
+@cache
+def as_part(kind: type[RunCallback]) -> type[RunCallback]:
+    """Return a subclass that leaves the run with a warning where ``kind`` raises at its start."""
+    hooks = {name: _leaving(getattr(kind, name)) for name in START_HOOKS}
+    content = {"__module__": "lightning_opt.presets", "__doc__": kind.__doc__, **hooks}
+    return type(kind.__name__, (kind,), content)
+
+
+def _leaving(hook: Callable[..., None]) -> Callable[..., None]:
+    @wraps(hook)
+    def call(self: RunCallback, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(self, trainer, *args, **kwargs)
+        except ValueError as error:
+            self.release(trainer)
+            # Replaced and not removed, because Lightning is iterating over the list.
+            trainer.callbacks[trainer.callbacks.index(self)] = BaseCallback()  # type: ignore[attr-defined]
+            rank_zero_warn(f"The preset leaves out {type(self).__name__}: {error}")
+
+    return call
 
 
 def _rank(callback: pl.Callback | Mapping[str, Any]) -> int:
     ranks = [ORDER.index(name) for name in class_names(callback) if name in ORDER]
     return min(ranks, default=len(ORDER))
-
-
-def _check_settings(kind: type[pl.Callback], settings: Mapping[str, Any]) -> None:
-    allowed = [name for name in inspect.signature(kind).parameters if name != "self"]
-    unknown = [name for name in settings if name not in allowed]
-    if unknown:
-        raise ValueError(
-            f"{kind.__name__} has no setting {unknown[0]!r}; it has "
-            f"{', '.join(allowed) if allowed else 'none'}."
-        )
-    kind(**instantiate(dict(settings)))
 
 
 def _as_python(value: Any) -> str:

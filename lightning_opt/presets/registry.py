@@ -18,7 +18,6 @@ from lightning_opt.kernels.channels_last.channels_last import ChannelsLast
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from lightning_opt.kernels.fused_optimizer.fused_optimizer import FusedOptimizer
 from lightning_opt.kernels.runtime.runtime import Runtime
-from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.cleanup.memory_cleanup import MemoryCleanup
 from lightning_opt.memory.garbage.garbage_collection import GarbageCollection
 from lightning_opt.presets.preset import Preset
@@ -26,9 +25,6 @@ from lightning_opt.presets.situation import Situation
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.trainer.lightning import Precision
-
-OPERATOR_POLICIES = ("auto", "selective")
-"""Policies of ActivationCheckpointing that need to see individual operators."""
 
 
 def basic() -> Preset:
@@ -75,10 +71,6 @@ def advanced() -> Preset:
               "torch.compile, for runs of at least several minutes",
               "seconds to minutes in the first steps, and again for new shapes",
               _why_not_compile)
-        .plus(ActivationCheckpointing, None,
-              "recomputes blocks in the backward pass instead of keeping them",
-              "up to a third of a step; 'auto' runs some tens of steps on the first batch",
-              _why_not_checkpointing)
         .plus(DataPipelineTuner, None,
               "tunes workers and prefetching of the training loader by measuring",
               "up to 20 s before the first step; workers need memory", _why_not_workers)
@@ -99,7 +91,7 @@ def ultra() -> Preset:
         .plus(MicroBatching, {"size": "auto"},
               "splits a batch that runs out of memory into the largest parts that fit",
               "0.3 ms per step; BatchNorm sees one part at a time once a batch is split",
-              _why_not_micro_batching)
+              _why_not_deepspeed)
         # normalize="samples" would need batches whose length is known.
         .plus(Accumulation, {"normalize": "batches"},
               "accumulated gradients that are an exact mean, also in a short last window",
@@ -149,13 +141,7 @@ def preset(name: str, /, **overrides: Any) -> Preset:
             f"There is no preset {name!r}{did_you_mean(name, _builders)} "
             f"There are {', '.join(_builders)}."
         )
-    built = _builders[name]()
-    if not isinstance(built, Preset):
-        raise TypeError(
-            f"The builder of preset {name!r} must return a Preset, such as "
-            f"lightning_opt.preset('basic').plus(...); it returned {type(built).__name__}."
-        )
-    return built.named(name).override(**overrides)
+    return _builders[name]().named(name).override(**overrides)
 
 
 def register_preset(name: str, builder: Callable[[], Preset]) -> None:
@@ -223,20 +209,10 @@ def _why_not_bf16(situation: Situation) -> str | None:
 def _why_not_compile(situation: Situation) -> str | None:
     if situation.strategy in ("deepspeed", "fsdp1", "tensor_parallel", "other"):
         return f"not tested, or not supported, under {situation.strategy_name}"
-    if situation.compiled:
-        return "the model is compiled already"
-    if situation.device == "cpu" and situation.requested_settings("CompileModel") is None:
+    if situation.device == "cpu" and situation.overrides.get("CompileModel") is None:
         return (
             "on a CPU compilation takes half a minute or more and seldom pays: lightning-opt tune "
             "measures it, CompileModel=True adds it"
-        )
-    recompute = situation.requested_settings("ActivationCheckpointing")
-    if recompute is not None and (
-        recompute.get("policy", "auto") in OPERATOR_POLICIES or recompute.get("offload")
-    ):
-        return (
-            "your ActivationCheckpointing mode selects individual operators; use 'every_layer' "
-            "with CompileModel"
         )
     return why_no_compiler(situation.device, situation.forks)
 
@@ -251,31 +227,8 @@ def _why_single_process(situation: Situation) -> str | None:
     return None if situation.processes > 1 else "there is only one process"
 
 
-def _why_not_checkpointing(situation: Situation) -> str | None:
-    if situation.requested_settings("ActivationCheckpointing") is None:
-        return (
-            "it makes steps slower: if activations do not fit, add it by "
-            "ActivationCheckpointing={'policy': 'every_layer'} or {'budget_mb': ...}"
-        )
-    return _why_not_deepspeed(situation)
-
-
-def _why_not_micro_batching(situation: Situation) -> str | None:
-    if situation.manual_optimization:
-        return "the model uses manual optimisation: use lightning_opt.micro_batches there"
-    size = (situation.requested_settings("MicroBatching") or {}).get("size", "auto")
-    if size == "auto" and situation.strategy not in ("single", "ddp", "fsdp2", "deepspeed"):
-        return (
-            f"under {situation.strategy_name} a rank that runs out of memory would leave the "
-            "others waiting: MicroBatching={'size': 8} works"
-        )
-    return _why_not_deepspeed(situation)
-
-
 def _why_not_accumulation(situation: Situation) -> str | None:
-    if situation.manual_optimization:
-        return "the model uses manual optimisation: use lightning_opt.GradientAccumulator there"
-    if not situation.accumulates:
+    if (situation.arguments.get("accumulate_grad_batches") or 1) == 1:
         return "accumulate_grad_batches is not set"
     return _why_not_deepspeed(situation)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lightning_opt
-from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.strategies.strategy_strings import NamedStrategy
 from lightning_opt.trainer.lightning import (
     PACKAGES,
@@ -22,7 +21,6 @@ from lightning_opt.trainer.lightning import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
-    package_of,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def class_names(callback: pl.Callback | Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Situation:
-    """The Trainer's arguments, the machine and the model for which a preset is chosen.
+    """The Trainer's arguments and the machine for which a preset is chosen.
 
     It is derived from arguments, without a Trainer: ``describe(devices=8)`` must work on a machine
     that could not create one.
@@ -52,44 +50,26 @@ class Situation:
     Args:
         arguments: The Trainer's arguments.
         overrides: The user's settings by callback name: a dict, True, or None to leave it out.
-        model: The model, if it is known.
     """
 
     arguments: Mapping[str, Any]
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    model: pl.LightningModule | None = None
 
     @cached_property
-    def user_callbacks(self) -> dict[str, Mapping[str, Any]]:
-        """The settings of the user's callbacks, by the names of their classes and base classes."""
-        found: dict[str, Mapping[str, Any]] = {}
-        for callback in callbacks_in(self.arguments):
-            is_entry = isinstance(callback, Mapping)
-            settings = (callback.get("init_args") or {}) if is_entry else vars(callback)
-            found |= dict.fromkeys(class_names(callback), settings)
-        return found
-
-    def requested_settings(self, name: str) -> Mapping[str, Any] | None:
-        """Return the settings of a callback that the user passed or requested, or None."""
-        override = self.overrides.get(name)
-        return self.user_callbacks.get(name, {} if override is True else override)
-
-    def excludes(self, name: str) -> bool:
-        return self.overrides.get(name, True) is None
+    def user_callbacks(self) -> set[str]:
+        """The names of the classes and base classes of the user's callbacks."""
+        return {name for one in callbacks_in(self.arguments) for name in class_names(one)}
 
     @cached_property
     def device(self) -> str:
-        """``"cpu"``, ``"cuda"``, ``"mps"``, ``"tpu"``, or the name of another accelerator."""
+        """``"cpu"``, ``"cuda"``, ``"mps"``, or the name of another accelerator."""
         given = self.arguments.get("accelerator", "auto")
         given = getattr(self.arguments.get("strategy"), "accelerator", None) or given
         if isinstance(given, Accelerator):
-            name = type(given).__name__.removesuffix("Accelerator").lower()
-            return {"xla": "tpu"}.get(name, name)
+            return type(given).__name__.removesuffix("Accelerator").lower()
         name = str(given or "auto").lower()
         if name in ("auto", "gpu"):
             accelerators = PACKAGES[0].accelerators
-            if name == "auto" and accelerators.XLAAccelerator.is_available():
-                return "tpu"
             if accelerators.MPSAccelerator.is_available():
                 return "mps"
             return "cuda" if accelerators.CUDAAccelerator.is_available() or name == "gpu" else "cpu"
@@ -118,7 +98,7 @@ class Situation:
         given = self.arguments.get("strategy") or "auto"
         if isinstance(given, Strategy):
             return type(given)
-        strategies = package_of(self.model).strategies
+        strategies = PACKAGES[0].strategies
         kind: Any = None
         name = str(given).lower()
         if name == "auto":
@@ -163,16 +143,3 @@ class Situation:
         name = str(self.arguments.get("strategy") or "auto").lower()
         interactive = hasattr(sys, "ps1")
         return name.endswith(("_fork", "_notebook")) or (interactive and self.processes > 1)
-
-    @property
-    def accumulates(self) -> bool:
-        by_argument = (self.arguments.get("accumulate_grad_batches") or 1) != 1
-        return by_argument or "GradientAccumulationScheduler" in self.user_callbacks
-
-    @property
-    def manual_optimization(self) -> bool:
-        return self.model is not None and not self.model.automatic_optimization
-
-    @property
-    def compiled(self) -> bool:
-        return self.model is not None and has_compiled_parts(self.model)

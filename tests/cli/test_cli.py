@@ -186,7 +186,7 @@ def test_presets_lists_and_explains(capsys):
     assert [row["preset"] for row in rows][:3] == ["basic", "advanced", "ultra"]
     assert main(["presets", "ultra", "--json", "--trainer.strategy=fsdp"]) == 0
     found = {row["part"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert "FSDP" in found["MicroBatching"]["costs, or why not"]
+    assert "FSDP" in found["CompileModel"]["costs, or why not"]
 
 
 def plain_cli(arguments: list[str], **settings: Any) -> LightningCLI:
@@ -243,8 +243,8 @@ def test_fit_gives_the_same_weights_as_python(tmp_path):
     content = yaml.safe_load(saved.read_text())
     callbacks = [entry["class_path"] for entry in content["trainer"]["callbacks"]]
     assert callbacks == [
-        f"lightning_opt.{name}"
-        for name in ("GradientHealth", "NonFiniteGuard", "AdaptiveClipping", "PerformanceMonitor")
+        *("lightning_opt.presets.GradientHealth", "lightning_opt.presets.NonFiniteGuard"),
+        *("lightning_opt.AdaptiveClipping", "lightning_opt.presets.PerformanceMonitor"),
     ]
     assert content["trainer"]["callbacks"][2]["init_args"]["rule"] == "zclip"
     assert content["trainer"]["precision"] == "64-true"

@@ -101,7 +101,7 @@ def features(pl: Any) -> dict[str, dict[str, Any]]:
                 settings = {"every_n_steps": 3, **settings}
             found[name] = {"callbacks": [export(**settings)]}
     for name in ("basic", "advanced", "ultra"):
-        chosen = lo.preset(name).for_model(net_of(pl))
+        chosen = lo.preset(name)
         found[f"preset {name}"] = chosen.trainer_kwargs(accelerator="cpu", devices=1)
     for strategy in ("ddp_topk", "ddp_int8", "ddp_fp16", "diloco"):
         found[strategy] = {"strategy": strategy}
