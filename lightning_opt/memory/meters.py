@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
+import inspect
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -119,28 +120,25 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
     present = state_tensors([optimizer])
     if present:
         return storage_bytes(present)
-    shapes = Counter(
-        (index, local_part(parameter).shape, parameter.dtype)
-        for index, group in enumerate(optimizer.param_groups)
+    return sum(
+        _state_bytes(optimizer, group, local_part(parameter))
+        for group in optimizer.param_groups
         for parameter in group["params"]
     )
-    return sum(
-        count * _state_bytes(optimizer, optimizer.param_groups[index], shape, dtype)
-        for (index, shape, dtype), count in shapes.items()
-    )
 
 
-def _state_bytes(
-    optimizer: Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype
-) -> int:
-    sample = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+    sample = nn.Parameter(torch.empty_like(parameter, device="meta"))
     sample.grad = torch.empty_like(sample)
     trial = copy.copy(optimizer)
     trial.param_groups = [{**group, "params": [sample]}]
     trial.state = defaultdict(dict)
     # Many optimizers read a value after creating their state, which fails on the meta device.
-    with suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError):
-        type(trial).step(trial)  # not `trial.step`, which schedulers replace
+    with (
+        torch.no_grad(),
+        suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError),
+    ):
+        inspect.unwrap(type(trial).step)(trial)  # without hooks and schedulers' wrappers
     # Step counters do not grow with the parameter.
     return sum(value.nbytes for value in state_tensors([trial]) if value.numel() > 1)
 

@@ -142,7 +142,7 @@ def fit_with_each(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     assert auto.plan
     assert cleanup.events
     return weights, {
-        "recomputed": [unit.internal_bytes for unit in auto.batch_plan.profile.units],
+        "recomputed": [unit.internal_bytes for unit in auto.step_plan.profile.units],
         "saved": {row["module"]: row["saved MB"] for row in profiler.module_report(None).rows},
     }
 

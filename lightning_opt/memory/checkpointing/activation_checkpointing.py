@@ -23,8 +23,8 @@ from lightning_opt.core.modules.trial import TrialStep, prepare_batch
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.checkpointing.batch_plan import (
-    BatchPlan,
     Budget,
+    StepPlan,
     batch_shapes,
     plan_batch,
 )
@@ -165,8 +165,8 @@ class ActivationCheckpointing(RunCallback):
         self.budget = Budget(budget_mb, budget, strict)
         self.blocks: list[Block] = []
         self.plan: Plan = []
-        self.batch_plan: BatchPlan | None = None
-        self._batch_plans: list[BatchPlan] = []
+        self.step_plan: StepPlan | None = None
+        self._step_plans: list[StepPlan] = []
         self._applied = AppliedPlan([])
         self._offload: Offload | None = None
         self._patches = ExitStack()
@@ -213,7 +213,7 @@ class ActivationCheckpointing(RunCallback):
         if self.policy != "none":
             self._patches.enter_context(disable_caches(pl_module))
         if self.policy == "auto":
-            self.plan, self.batch_plan, self._batch_plans = [], None, []
+            self.plan, self.step_plan, self._step_plans = [], None, []
         else:
             self._apply(make_plan(self.policy, self.blocks, self.interval, self.min_flops))
             rank_zero_info(
@@ -247,7 +247,7 @@ class ActivationCheckpointing(RunCallback):
                 with run_eagerly():
                     TrialStep(trainer, pl_module, batch, batch_idx).run()
             return
-        if self.worst_batch is not None and not self._batch_plans:
+        if self.worst_batch is not None and not self._step_plans:
             worst_batch = prepare_batch(trainer, pl_module, self.worst_batch)
             self._plan_for(trainer, pl_module, worst_batch, batch_idx)
         self._plan_for(trainer, pl_module, batch, batch_idx)
@@ -256,19 +256,19 @@ class ActivationCheckpointing(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         shapes = batch_shapes(batch)
-        batch_plan = next((known for known in self._batch_plans if known.covers(shapes)), None)
-        if batch_plan is None:
+        step_plan = next((known for known in self._step_plans if known.covers(shapes)), None)
+        if step_plan is None:
             self._applied.undo()
-            first = self._batch_plans[0] if self._batch_plans else None
-            batch_plan = plan_batch(
+            first = self._step_plans[0] if self._step_plans else None
+            step_plan = plan_batch(
                 trainer, pl_module, batch, batch_idx, self.blocks, self.budget, first
             )
-            self._batch_plans.append(batch_plan)
-            rank_zero_info(batch_plan.summary())
-            log_scalars(trainer, batch_plan.scalars())
-        if batch_plan is not self.batch_plan:
-            self._apply(batch_plan.plan)
-        self.batch_plan = batch_plan
+            self._step_plans.append(step_plan)
+            rank_zero_info(step_plan.summary())
+            log_scalars(trainer, step_plan.scalars())
+        if step_plan is not self.step_plan:
+            self._apply(step_plan.plan)
+        self.step_plan = step_plan
 
     def on_train_batch_end(
         self,
@@ -289,14 +289,6 @@ class ActivationCheckpointing(RunCallback):
         if self._offload is not None:
             scalars["checkpointing/offloaded_mb"] = self._offload.nbytes / MB
         log_scalars(trainer, scalars)
-        forwards = self._applied.forwards
-        writing = sum(not forward.state.read_only for forward in forwards)
-        if writing and has_compiled_parts(pl_module):
-            rank_zero_info(
-                f"ActivationCheckpointing({self.policy!r}): {writing} of {len(forwards)} "
-                "recomputed modules write buffers (such as running statistics). They run "
-                "uncompiled, because only then the recomputation can restore the buffers."
-            )
 
     def describe(self) -> Report:
         """Return a table of the blocks: class, parameters and treatment.
@@ -311,11 +303,11 @@ class ActivationCheckpointing(RunCallback):
                 "class": ", ".join(type(module).__name__ for module in block.modules),
                 "parameters": sum(p.numel() for m in block.modules for p in m.parameters()),
                 "policy": treatment.get(block, "kept"),
-                **(self.batch_plan.details(block) if self.batch_plan is not None else {}),
+                **(self.step_plan.details(block) if self.step_plan is not None else {}),
             }
             for block in self.blocks
         ]
-        notes = [] if self.batch_plan is None else [self.batch_plan.summary()]
+        notes = [] if self.step_plan is None else [self.step_plan.summary()]
         return Report(f"ActivationCheckpointing({self.policy!r})", rows, notes)
 
     def release(self, trainer: pl.Trainer) -> None:

@@ -175,25 +175,75 @@ def _fastest(solutions: list[Solution], grain: int) -> list[Solution]:
     return fastest
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepPlan:
-    """A plan for one step, with its measured peak.
+    """A plan for one step, with its measurements.
 
     Attributes:
+        profile: The measurements of the step's blocks.
         plan: The blocks to recompute.
+        limit: Bytes for activations.
         predicted: Predicted peak of the activations, in bytes.
         peak: Measured peak of the activations, in bytes.
         excess: Bytes above the limit, as the maximum over ranks.
+        shapes: Shapes of the batch.
+        unchecked_seconds: Time of a step without recomputation; None if it was not run.
+        seconds: Time of a step under the plan.
     """
 
+    profile: StepProfile
     plan: Plan
+    limit: float
     predicted: int
     peak: int
     excess: float
+    shapes: Shapes = ()
+    unchecked_seconds: float | None = None
+    seconds: float = 0.0
 
     @property
     def fits(self) -> bool:
         return self.excess <= 0
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Return whether a batch of these shapes is certain to stay within the limit."""
+        factor = growth(self.shapes, shapes)
+        return factor <= 1 or factor * (self.peak + self.profile.reserve) <= self.limit
+
+    def scalars(self) -> dict[str, float]:
+        scalars = {
+            "checkpointing/unchecked_peak_mb": self.profile.unchecked_peak / MB,
+            "checkpointing/predicted_peak_mb": self.predicted / MB,
+            "checkpointing/peak_mb": self.peak / MB,
+            "checkpointing/step_ms": 1e3 * self.seconds,
+        }
+        if self.unchecked_seconds is not None:
+            scalars["checkpointing/unchecked_step_ms"] = 1e3 * self.unchecked_seconds
+        return scalars
+
+    def summary(self) -> str:
+        """Summarize the plan in two sentences."""
+        profile, before = self.profile, self.unchecked_seconds
+        predicted = "" if profile.is_measured else " (predicted)"
+        unchecked = "not run" if before is None else f"{1e3 * before:.1f} ms"
+        return (
+            f"ActivationCheckpointing('auto'): {count_recomputed(self.plan)} of "
+            f"{len(profile.units)} blocks recomputed. Peak of activations "
+            f"{profile.unchecked_peak / MB:.1f} MB{predicted} -> {self.peak / MB:.1f} MB "
+            f"(predicted {self.predicted / MB:.1f}, budget {self.limit / MB:.1f}); "
+            f"step {unchecked} -> {1e3 * self.seconds:.1f} ms."
+        )
+
+    def details(self, block: Block) -> dict[str, float | int]:
+        for order, unit in enumerate(self.profile.units):
+            if unit.block == block:
+                return {
+                    "order": order,
+                    "calls": unit.calls,
+                    "keeping MB": unit.internal_bytes / MB,
+                    "recomputing ms": 1e3 * unit.options[0].seconds,
+                }
+        return {}
 
 
 def plan_step(profile: StepProfile, limit: float) -> StepPlan:
@@ -202,8 +252,7 @@ def plan_step(profile: StepProfile, limit: float) -> StepPlan:
     The peak of the plan is measured. If it exceeds the limit, a second plan is made for a limit
     lowered by the excess.
     """
-    limit -= profile.reserve
-    target = limit
+    target = limit - profile.reserve
     for _ in range(2):
         solution = solve(profile.units, profile.head_peak, target)
         names = [unit.block.name for unit in profile.units]
@@ -220,7 +269,8 @@ def plan_step(profile: StepProfile, limit: float) -> StepPlan:
 
 def _measure(profile: StepProfile, plan: Plan, predicted: int, limit: float) -> StepPlan:
     peak = profile.runner.peak(plan)
-    return StepPlan(plan, predicted, peak, profile.runner.largest(peak - limit))
+    excess = profile.runner.largest(peak + profile.reserve - limit)
+    return StepPlan(profile, plan, limit, predicted, peak, excess)
 
 
 def to_plan(blocks: Sequence[Block], options: Mapping[str, Option]) -> Plan:
@@ -239,71 +289,6 @@ def to_plan(blocks: Sequence[Block], options: Mapping[str, Option]) -> Plan:
 # --- one batch ------------------------------------------------------------------------------------
 
 
-@dataclass
-class BatchPlan:
-    """The measurements and the plan for one batch.
-
-    Attributes:
-        profile: The measurements.
-        step_plan: The plan and its measured peak.
-        limit: Bytes for activations.
-        shapes: Shapes of the batch.
-        unchecked_seconds: Time of a step without recomputation; None if it was not run.
-        seconds: Time of a step under the plan.
-    """
-
-    profile: StepProfile
-    step_plan: StepPlan
-    limit: float
-    shapes: Shapes
-    unchecked_seconds: float | None
-    seconds: float
-
-    @property
-    def plan(self) -> Plan:
-        return self.step_plan.plan
-
-    def covers(self, shapes: Shapes) -> bool:
-        """Return whether a batch of these shapes is certain to stay within the limit."""
-        factor = growth(self.shapes, shapes)
-        return factor <= 1 or factor * (self.step_plan.peak + self.profile.reserve) <= self.limit
-
-    def scalars(self) -> dict[str, float]:
-        scalars = {
-            "checkpointing/unchecked_peak_mb": self.profile.unchecked_peak / MB,
-            "checkpointing/predicted_peak_mb": self.step_plan.predicted / MB,
-            "checkpointing/peak_mb": self.step_plan.peak / MB,
-            "checkpointing/step_ms": 1e3 * self.seconds,
-        }
-        if self.unchecked_seconds is not None:
-            scalars["checkpointing/unchecked_step_ms"] = 1e3 * self.unchecked_seconds
-        return scalars
-
-    def summary(self) -> str:
-        """Summarize the plan in two sentences."""
-        profile, step_plan, before = self.profile, self.step_plan, self.unchecked_seconds
-        predicted = "" if profile.is_measured else " (predicted)"
-        unchecked = "not run" if before is None else f"{1e3 * before:.1f} ms"
-        return (
-            f"ActivationCheckpointing('auto'): {count_recomputed(self.plan)} of "
-            f"{len(profile.units)} blocks recomputed. Peak of activations "
-            f"{profile.unchecked_peak / MB:.1f} MB{predicted} -> {step_plan.peak / MB:.1f} MB "
-            f"(predicted {step_plan.predicted / MB:.1f}, budget {self.limit / MB:.1f}); "
-            f"step {unchecked} -> {1e3 * self.seconds:.1f} ms."
-        )
-
-    def details(self, block: Block) -> dict[str, float | int]:
-        for order, unit in enumerate(self.profile.units):
-            if unit.block == block:
-                return {
-                    "order": order,
-                    "calls": unit.calls,
-                    "keeping MB": unit.internal_bytes / MB,
-                    "recomputing ms": 1e3 * unit.options[0].seconds,
-                }
-        return {}
-
-
 def plan_batch(
     trainer: pl.Trainer,
     pl_module: pl.LightningModule,
@@ -311,8 +296,8 @@ def plan_batch(
     batch_idx: int,
     blocks: Sequence[Block],
     budget: Budget,
-    first: BatchPlan | None,
-) -> BatchPlan:
+    first: StepPlan | None,
+) -> StepPlan:
     """Return a plan for this batch.
 
     With several ranks, all ranks measure the first batch. No rank measures a later batch, because
@@ -334,8 +319,7 @@ def plan_batch(
             )
             return replace(first, shapes=shapes)
         if trainer.world_size > 1:
-            step_plan = replace(first.step_plan, plan=every_layer(first.profile.blocks))
-            return replace(first, step_plan=step_plan, shapes=shapes)
+            return replace(first, plan=every_layer(first.profile.blocks), shapes=shapes)
     device = pl_module.device
     full = standing_bytes(pl_module, trainer.optimizers)
     standing = full + bucket_bytes(trainer.strategy.model)
@@ -356,9 +340,11 @@ def plan_batch(
         if budget.strict and first is None:
             raise error
         warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)
-    before = min(runner.time([]) for _ in range(2)) if profile.is_measured else None
-    after = min(runner.time(step_plan.plan) for _ in range(2))
-    return BatchPlan(profile, step_plan, limit, shapes, before, after)
+    step_plan.shapes = shapes
+    if profile.is_measured:
+        step_plan.unchecked_seconds = min(runner.time([]) for _ in range(2))
+    step_plan.seconds = min(runner.time(step_plan.plan) for _ in range(2))
+    return step_plan
 
 
 def batch_shapes(batch: Any) -> Shapes:

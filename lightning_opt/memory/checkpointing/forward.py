@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_opt.core.modules.batches import tensors_of
-from lightning_opt.core.modules.compiling import is_checkpointed
 from lightning_opt.core.modules.patching import ReplacedForward
 from lightning_opt.core.modules.preserve import Undo, random_states
 from lightning_opt.core.modules.state_kinds import GENERATORS
@@ -76,16 +75,6 @@ class CheckpointedForward(ReplacedForward):
         self.parameter = next(module.parameters(), None)
         values = (value for part in module.modules() for value in vars(part).values())
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
-
-    def apply(self) -> None:
-        """Install this object as the module's ``forward``.
-
-        Raises:
-            RuntimeError: If the module is checkpointed already.
-        """
-        if is_checkpointed(self.module):
-            raise RuntimeError(f"{type(self.module).__name__} is checkpointed already.")
-        super().apply()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; if gradients are enabled, prepare its recomputation."""
@@ -209,35 +198,31 @@ class Run:
             owner.has_run = True
             for tensor, version in zip(watched, versions, strict=True):
                 if tensor._version != version:
-                    raise _changed(owner.module, tensor)
+                    raise InputChangedError(owner.module, tensor)
         if objects:
             for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
                 if before != after:
-                    raise _changed(owner.module, item)
+                    raise InputChangedError(owner.module, item)
         return output
 
 
 class InputChangedError(RuntimeError):
     """Raised if a block writes to its input or its parameters, so that it cannot be recomputed."""
 
-    def __init__(self, module: nn.Module, problem: str, remedy: str) -> None:
+    def __init__(self, module: nn.Module, item: Any) -> None:
+        if isinstance(item, nn.Parameter):
+            problem, remedy = "changes its parameters", "Change them between steps"
+        elif isinstance(item, Tensor):
+            problem = "changes its input in place"
+            remedy = "Make its first operation out-of-place (ReLU(inplace=False))"
+        else:
+            problem = f"writes to the {type(item).__name__} that it receives"
+            remedy = "Train without it (use_cache=False for a cache)"
         super().__init__(
             f"{type(module).__name__} {problem}, so it cannot be recomputed. {remedy}, or leave it "
             "out of ActivationCheckpointing(modules=[...])."
         )
         self.module = module
-
-
-def _changed(module: nn.Module, item: Any) -> InputChangedError:
-    if isinstance(item, nn.Parameter):
-        return InputChangedError(
-            module, "changes its parameters in its forward pass", "Change them between steps"
-        )
-    if isinstance(item, Tensor):
-        remedy = "Make its first operation out-of-place (ReLU(inplace=False))"
-        return InputChangedError(module, "changes its input in place", remedy)
-    problem = f"writes to the {type(item).__name__} that it receives"
-    return InputChangedError(module, problem, "Train without it (use_cache=False for a cache)")
 
 
 def contents_of(objects: Iterable[Any]) -> list[Any]:
@@ -306,8 +291,6 @@ class Offload:
 
         @wraps(step)
         def offloading(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return step(*args, **kwargs)
             kept = (*model.parameters(), *model.buffers(), *tensors_of((args, kwargs)))
             # Not addresses: the step may free memory and use it again for another tensor.
             stay = WeakSet(storage for tensor in kept for storage in storages_of(tensor))

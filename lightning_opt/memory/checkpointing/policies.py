@@ -60,14 +60,9 @@ class AppliedPlan:
     """Applies a plan to the model, until :meth:`undo` or the end of the context."""
 
     def __init__(self, plan: Plan) -> None:
-        self.forwards: list[CheckpointedForward] = []
-        try:
-            for forward in (forward for group in plan for forward in group.checkpointed_forwards()):
-                forward.apply()
-                self.forwards.append(forward)
-        except BaseException:
-            self.undo()
-            raise
+        self.forwards = [forward for group in plan for forward in group.checkpointed_forwards()]
+        for forward in self.forwards:
+            forward.apply()
 
     def __enter__(self) -> AppliedPlan:
         return self

@@ -286,8 +286,8 @@ def test_backward_pass_runs_exactly_the_planned_operations(name: str) -> None:
     callback = ActivationCheckpointing("auto", budget=10.0)
     model = ARCHITECTURES[name]()
     quiet_trainer(callbacks=[callback], max_steps=1).fit(model)
-    assert callback.batch_plan is not None
-    profile = callback.batch_plan.profile
+    assert callback.step_plan is not None
+    profile = callback.step_plan.profile
     batch = torch.randn(2, 4, 8)
     bare = backward_flops(model, batch)
     with AppliedPlan(selective([unit.block for unit in profile.units], None)) as applied:

@@ -97,12 +97,12 @@ def test_block_that_was_skipped_while_measuring_is_recomputed_if_another_is() ->
 def test_budget_as_share_is_met_and_predicted(budget: float) -> None:
     callback = ActivationCheckpointing("auto", budget=budget)
     model = fit(callback)
-    found = callback.batch_plan
+    found = callback.step_plan
     assert found is not None
     unchecked = found.profile.unchecked_peak
     measured = measured_peak(callback, model)
     assert measured <= budget * unchecked
-    assert abs(found.step_plan.predicted - measured) <= 0.03 * unchecked
+    assert abs(found.predicted - measured) <= 0.03 * unchecked
     assert bool(callback.plan) == (budget < 1)
     callback.plan = []
     assert measured_peak(callback, model) == unchecked
@@ -111,10 +111,10 @@ def test_budget_as_share_is_met_and_predicted(budget: float) -> None:
 def test_budget_mb_covers_parameters_gradients_and_optimizer_state() -> None:
     probe = ActivationCheckpointing("auto", budget=1.0)
     model = fit(probe)
-    assert probe.batch_plan is not None
+    assert probe.step_plan is not None
     optimizers = [model.configure_optimizers()]
     standing = standing_bytes(model, optimizers)
-    wanted = standing + 0.5 * probe.batch_plan.profile.unchecked_peak
+    wanted = standing + 0.5 * probe.step_plan.profile.unchecked_peak
     callback = ActivationCheckpointing("auto", budget_mb=wanted / MB)
     model = fit(callback)
     assert 0 < measured_peak(callback, model) <= wanted - standing
@@ -141,7 +141,7 @@ def test_nothing_is_recomputed_without_a_budget_if_everything_fits() -> None:
     callback = ActivationCheckpointing()
     fit(callback)
     assert callback.plan == []
-    assert callback.batch_plan is not None
+    assert callback.step_plan is not None
 
 
 def test_larger_batch_gets_its_own_plan() -> None:
@@ -149,9 +149,9 @@ def test_larger_batch_gets_its_own_plan() -> None:
     model.sizes = [32, 128, 128, 32]
     probe = ActivationCheckpointing("auto", budget_mb=10**4)
     fit(probe, model, max_steps=1)
-    assert probe.batch_plan is not None
+    assert probe.step_plan is not None
     standing = standing_bytes(model, [model.configure_optimizers()])
-    allowed = standing + 2 * probe.batch_plan.profile.unchecked_peak
+    allowed = standing + 2 * probe.step_plan.profile.unchecked_peak
     plans = []
 
     class Recording(ActivationCheckpointing):
@@ -162,7 +162,7 @@ def test_larger_batch_gets_its_own_plan() -> None:
     fit(callback, model, max_steps=4)
     assert plans[0] == plans[3] == 0
     assert plans[1] == plans[2] > 0
-    callback.plan = callback._batch_plans[1].plan
+    callback.plan = callback._step_plans[1].plan
     assert measured_peak(callback, model) <= allowed - standing
 
 
@@ -170,14 +170,14 @@ def test_worst_batch_is_planned_before_the_first_step() -> None:
     model = Wide()
     model.sizes = [32, 128, 64, 128]
     fit(probe := ActivationCheckpointing("auto", budget=1.0), Wide(), max_steps=1)
-    assert probe.batch_plan is not None
-    limit = 0.6 * probe.batch_plan.profile.unchecked_peak  # of a batch of 128
+    assert probe.step_plan is not None
+    limit = 0.6 * probe.step_plan.profile.unchecked_peak  # of a batch of 128
     budgets = []
 
     class Recording(ActivationCheckpointing):
         def on_train_batch_end(self, *args: Any) -> None:
-            assert self.batch_plan is not None
-            budgets.append((id(self.batch_plan), self.batch_plan.limit))
+            assert self.step_plan is not None
+            budgets.append((id(self.step_plan), self.step_plan.limit))
 
     callback = Recording("auto", budget=0.6, worst_batch=torch.randn(128, 64))
     fit(callback, model, max_steps=4)
@@ -206,8 +206,8 @@ def test_worst_batch_passes_through_batch_transfer_hooks() -> None:
     callback = ActivationCheckpointing("auto", budget=0.6, worst_batch={"x": torch.randn(64, 64)})
     fit(callback, Preparing())
     assert sorted(seen) == [8, 8, 64]
-    assert callback.batch_plan is not None
-    assert callback.batch_plan.shapes == ((64, 64),)
+    assert callback.step_plan is not None
+    assert callback.step_plan.shapes == ((64, 64),)
 
 
 @dataclass
@@ -289,13 +289,13 @@ def test_32_by_16_then_1_by_512_stays_within_the_budget(worst: bool) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             with StorageMeter() as meter:
                 module.training_step(batch, index).backward()
-            assert self.batch_plan is not None
-            peaks.append((meter.mark(), self.batch_plan.limit, id(self.plan)))
+            assert self.step_plan is not None
+            peaks.append((meter.mark(), self.step_plan.limit, id(self.plan)))
 
     settings = {"worst_batch": torch.randn(1, 512, 16)} if worst else {}
     fit(callback := Measuring("auto", budget_mb=4, **settings), Sequences(), max_steps=4)
-    assert callback.batch_plan is not None
-    assert callback.batch_plan.profile.unchecked_peak > callback.batch_plan.limit
+    assert callback.step_plan is not None
+    assert callback.step_plan.profile.unchecked_peak > callback.step_plan.limit
     assert all(peak <= limit for peak, limit, _ in peaks), peaks
     assert len({limit for _, limit, _ in peaks}) == 1
     assert peaks[0][2] == peaks[2][2], "each shape keeps its plan"
@@ -306,8 +306,8 @@ def test_growing_lengths_keep_the_first_limit_and_only_warn() -> None:
     model = Wide()
     model.sizes = [32, 64, 128, 256]
     fit(callback := ActivationCheckpointing("auto", budget=0.5), model, max_steps=4)
-    assert len({planning.limit for planning in callback._batch_plans}) == 1
-    assert len(callback._batch_plans) > 2
+    assert len({planning.limit for planning in callback._step_plans}) == 1
+    assert len(callback._step_plans) > 2
 
 
 def test_measurement_leaves_no_trace() -> None:
@@ -383,7 +383,10 @@ def test_optimizer_state_is_predicted(make: Any, copies: int) -> None:
     weight = nn.Parameter(torch.randn(20, 30))
     optimizer = make([weight])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the optimizer's `step`
+    steps: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *args: steps.append(args))
     predicted = optimizer_state_bytes(optimizer)
+    assert not steps
     assert predicted == pytest.approx(copies * 20 * 30 * 4)
     assert not optimizer.state
     weight.grad = torch.ones_like(weight)

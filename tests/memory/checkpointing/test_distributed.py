@@ -164,7 +164,7 @@ def plan_for_uneven_batches() -> tuple[float, float, int]:
         strategy = DDPStrategy(process_group_backend="gloo")
         settings = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
         train("Uneven", callback, max_steps=1, **settings)
-        return callback.batch_plan
+        return callback.step_plan
 
     found = plan(1000)
     standing = 1000 * MB - found.limit
@@ -172,7 +172,7 @@ def plan_for_uneven_batches() -> tuple[float, float, int]:
     torch.distributed.all_gather_object(peaks, found.profile.unchecked_peak)
     assert peaks[0] < 0.6 * peaks[1]
     found = plan((standing + 0.75 * peaks[1]) / MB)
-    return found.step_plan.peak + found.profile.reserve, found.limit, len(found.plan)
+    return found.peak + found.profile.reserve, found.limit, len(found.plan)
 
 
 def test_plan_fits_the_rank_with_the_largest_peak() -> None:
