@@ -40,8 +40,8 @@ LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
 """Limits for trials. They replace the user's limits. The number of epochs is finite, because
 learning rate schedules may be computed from it."""
 
-BLOCK_SECONDS = 0.15, 0.6
-"""Minimum and maximum duration of a block, the steps of one round of a trial."""
+BLOCK_SECONDS = 0.2
+"""Approximate duration of a block, the steps of one round of a trial."""
 
 MAX_START = 300.0
 """Minimum of the default timeout for the baseline's start, in seconds."""
@@ -161,9 +161,7 @@ class Tuning:
         self._space = Space("", Facts(), [], self.base)
         self._by_switches: dict[Switches, Trial] = {}
         self._processes = 0
-        shortest, longest = BLOCK_SECONDS
-        block_seconds = min(longest, max(shortest, self.budget / 800))
-        self._baseline = Baseline(self.start, block_seconds)
+        self._baseline = Baseline(self.start, BLOCK_SECONDS)
         self._trials = Trials(self.start, self._baseline, self.objective)
 
     def run(self) -> TuneResult:

@@ -61,6 +61,7 @@ def train(pl: Any, kind: Any = None, resume: Any = None, **settings: Any) -> Any
     torch.manual_seed(0)
     quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "log_every_n_steps": 1}
+    defaults |= {"limit_val_batches": 2, "limit_predict_batches": 1}
     arguments = {**defaults, **dict.fromkeys(quiet, False), "logger": Names(), **settings}
     trainer = (kind or pl.Trainer)(**arguments)
     net = net_of(pl)

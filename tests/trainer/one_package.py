@@ -7,20 +7,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-FOLDERS = {
-    "lightning": {"lightning"},
-    "pytorch_lightning": {"pytorch_lightning", "lightning_fabric"},
-}
-
 
 class NotInstalled(importlib.abc.MetaPathFinder):
-    """Makes imports of the packages fail that are not among ``installed``."""
-
-    def __init__(self, *installed: str) -> None:
-        self.hidden = {name for key in FOLDERS if key not in installed for name in FOLDERS[key]}
+    """Makes imports of ``lightning`` fail."""
 
     def find_spec(self, fullname: str, *_: Any) -> None:
-        if fullname.partition(".")[0] in self.hidden:
+        if fullname.partition(".")[0] == "lightning":
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
@@ -44,7 +36,7 @@ class Renamed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def use_pytorch_lightning() -> None:
     """Load lightning_opt with ``pytorch_lightning`` alone, and let tests import it as usual."""
-    hide = NotInstalled("pytorch_lightning")
+    hide = NotInstalled()
     sys.meta_path.insert(0, hide)
     importlib.import_module("lightning_opt.trainer.lightning")
     sys.meta_path.remove(hide)

@@ -1,9 +1,9 @@
 """Every feature with `lightning`, with `pytorch_lightning`, and with both in one process."""
 
+import importlib
 import json
-import os
+import logging
 import pickle
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +18,8 @@ import yaml
 
 import lightning_opt as lo
 from lightning_opt.cli import main
-from lightning_opt.trainer.lightning import is_overridden, package_of
+from lightning_opt.trainer.lightning import NAMES, _load, is_overridden, package_of
+from lightning_opt.worker.training_process import TrainingProcess
 from tests.helpers.processes import launch
 from tests.trainer.every_feature import net_of, outcome, train, train_all
 
@@ -29,17 +30,6 @@ QUIET = [f"--trainer.{name}=false" for name in ("enable_progress_bar", "enable_m
     "--trainer.accelerator=cpu",
     "--trainer.devices=1",
 ]
-
-
-def run(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *words],
-        check=False,
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
 
 
 def train_with_both(folder: Path):
@@ -56,19 +46,21 @@ def test_all_features_train_alike_with_either_package(tmp_path):
     assert first == second
 
 
-def test_without_lightning_the_error_says_what_to_install():
-    program = """
-import sys
-from tests.trainer.one_package import NotInstalled
-import lightning_opt as lo
-sys.meta_path.insert(0, NotInstalled())
-try:
-    lo.GradientHealth
-except ImportError as error:
-    print(error)
-"""
-    said = run("-c", program)
-    assert "pip install lightning, or pip install pytorch-lightning" in said
+@pytest.mark.parametrize("installed", [NAMES, NAMES[:1], NAMES[1:], ()])
+def test_installed_packages_are_loaded_and_messages_keep_the_first_logger(installed, monkeypatch):
+    def import_module(name: str) -> object:
+        if name not in installed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        monkeypatch.setattr(rank_zero, "log", logging.getLogger(name))  # as each package does
+        return sys.modules[name]
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    if installed:
+        assert tuple(_load()) == installed
+        assert rank_zero.log.name == installed[0]
+    else:
+        with pytest.raises(ImportError, match="pip install lightning, or pip install pytorch-"):
+            _load()
 
 
 # --- both packages in one process ---------------------------------------------------------------
@@ -107,20 +99,6 @@ def test_hooks_are_recognised_as_overridden_in_either_package():
         assert package_of(net) is package_of(torch.compile(net)) is pl
     assert is_overridden("setup", lo.GradientHealth())
     assert not is_overridden("on_fit_end", lo.GradientHealth())
-
-
-def test_one_package_alone_suffices_and_messages_keep_its_logger():
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        program = f"""
-import sys
-from tests.trainer.one_package import NotInstalled
-import {name}, lightning_opt, lightning_utilities.core.rank_zero as rank_zero
-sys.meta_path.insert(0, NotInstalled({name.partition(".")[0]!r}))
-lightning_opt.GradientHealth
-print(rank_zero.log.name)
-"""
-        assert run("-c", program).startswith(name)
-    assert rank_zero.log.name.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 class Own(lo.CompressedDDPStrategy):
@@ -227,19 +205,11 @@ def test_commands_train_a_module_of_pytorch_lightning(project, tmp_path, capsys)
     }
     config.write_text(yaml.safe_dump(content))
     assert main(["profile", str(config), "--steps=4", *QUIET]) == 0
-    assert main(["doctor", f"{project}:Small", f"--data={project}:SmallData", "--steps=4",
-                 *QUIET]) == 0  # fmt: skip
     assert "forward" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_tuner_measures_a_module_of_pytorch_lightning(project):
-    base = {"accelerator": "cpu", "devices": 1, "callbacks": [{"class_path": "Timer"}]}
-    result = lo.autotune(
-        f"{project}:Small", f"{project}:SmallData", budget="10s", base=base,
-        candidates=["fused", "bf16"], progress=False,
-    )  # fmt: skip
-    trained = {"baseline", "accepted", "no gain", "rejected", "too slow"}
-    assert {trial.verdict for trial in result.trials} <= trained
-    assert result.facts["pytorch_lightning"] == pytorch_lightning.__version__
+def test_training_process_trains_a_module_of_pytorch_lightning(project):
+    settings = {"accelerator": "cpu", "devices": 1, "callbacks": [{"class_path": "Timer"}]}
+    with TrainingProcess(f"{project}:Small", f"{project}:SmallData", settings) as process:
+        assert len(process.advance(2)) == 2

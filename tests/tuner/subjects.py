@@ -39,7 +39,7 @@ class SlowStart(Sleeper):
 
     def __init__(self) -> None:
         super().__init__()
-        time.sleep(3)
+        time.sleep(1)
 
 
 def batches() -> DataLoader[Any]:

@@ -21,7 +21,7 @@ CANDIDATES: dict[str, Any] = {
 @pytest.fixture
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time that a trial is measured."""
-    monkeypatch.setattr("lightning_opt.tuner.autotune.BLOCK_SECONDS", (0.1, 0.1))
+    monkeypatch.setattr("lightning_opt.tuner.autotune.BLOCK_SECONDS", 0.1)
 
 
 @pytest.mark.slow
