@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 import lightning_opt as lo
 from lightning_opt.batching.accumulation.counting import count_with, quotient
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
-from lightning_opt.batching.micro_batching.ranks import HeldGradients
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, live_bytes
@@ -24,7 +23,6 @@ from tests.helpers.fake_cuda import (
     FakeNet,
     FakeStream,
     Model,
-    fake_gradients,
     fit_on_fake_cuda,
     needs_cuda_build,
     on_fake_cuda,
@@ -147,17 +145,11 @@ def test_micro_batches_read_nothing(size, window, count, monkeypatch):
 def test_state_before_an_out_of_memory_batch_is_restored_on_the_device():
     model = on_fake_cuda(Model(nn.BatchNorm1d(4)))
     model.net.mask = torch.empty(3, device="cuda")
-    fake_gradients(model)
-    held = HeldGradients(model.parameters())
     before = StepState(model, FIRST)
     before.take()
     for buffer in model.buffers():
         buffer.add_(1)
-    fake_gradients(model)
-    held.add_up()
     before.restore()
-    held.drop()
-    held.end()
     assert {own.device for own in (*model.parameters(), *model.buffers())} == {FIRST}
 
 

@@ -21,7 +21,6 @@ from lightning_opt.batching.micro_batching.logs_and_outputs import (
 from lightning_opt.batching.micro_batching.ranks import (
     COLLECTIVE_ERROR,
     REDUCTION_ERROR,
-    HeldGradients,
     OtherRankFailedError,
     Ranks,
 )
@@ -98,7 +97,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Attempt the batch in more and more parts until it fits."""
-        self._gradients: HeldGradients | None = None
+        self._earlier_gradients: dict[nn.Parameter, Tensor] | None = None
         self._is_zeroed = self._has_called_before_backward = self._is_in_hook = False
         batch = self._kwargs["batch"]
         # `training_step` may remove entries from the batch, and a retry needs them.
@@ -117,32 +116,29 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             self._state.take()
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
         result: ClosureResult | None = None
-        try:
-            while result is None:
-                failed, problem = 0, ""
-                pieces: Pieces = [(batch, 0)]
-                self._ranks.begin_attempt()
-                try:
-                    if parts > 1:
-                        pieces = self._splitter.split(original, parts)
-                        failed = max(samples for _, samples in pieces)
-                    result = self._attempt(pieces)
-                except CAUGHT as error:
-                    if not self._can_retry(error):
-                        raise
-                    problem = f"{type(error).__name__}: {error}"
-                except OtherRankFailedError:
-                    pass
-                if result is None:
-                    # Outside `except`: its traceback would hold the memory that must be freed.
-                    pieces = []
-                    self._roll_back(versions, problem)
-                    parts = self._next_parts(failed, parts, problem)
-                    largest_part = self._describe_largest_part(parts)
-                    batch = copy_containers(original)
-        finally:
-            if self._gradients is not None:
-                self._gradients.end()
+        while result is None:
+            failed, problem = 0, ""
+            pieces: Pieces = [(batch, 0)]
+            self._ranks.begin_attempt()
+            try:
+                if parts > 1:
+                    pieces = self._splitter.split(original, parts)
+                    failed = max(samples for _, samples in pieces)
+                result = self._attempt(pieces)
+            except CAUGHT as error:
+                if not self._can_retry(error):
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+            except OtherRankFailedError:
+                pass
+            if result is None:
+                # Outside `except`: its traceback would hold the memory that must be freed.
+                pieces = []
+                self._roll_back(versions, problem)
+                parts = self._next_parts(failed, parts, problem)
+                largest_part = self._describe_largest_part(parts)
+                batch = copy_containers(original)
+        self._earlier_gradients = None
         if self._state is not None:
             self._state.record_writes()
             self._state.clear()
@@ -296,15 +292,18 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return result.closure_loss, result.extra
 
     def _prepare_gradients(self) -> None:
-        """Zero gradients once per batch, and set earlier batches' gradients aside for a retry."""
+        """Zero gradients once per batch, and copy the gradients of earlier batches for a retry."""
         if not self._is_zeroed:
             if self._zero_grad is not None:
                 self._is_in_hook = True
                 self._zero_grad()
                 self._is_in_hook = False
             self._is_zeroed = True
-        if self._state is not None and self._gradients is None:
-            self._gradients = HeldGradients(self._parameters)
+        if self._state is not None and self._earlier_gradients is None:
+            earlier = {p: p.grad for p in self._parameters if p.grad is not None}
+            with torch.no_grad():
+                copies = torch._foreach_mul(list(earlier.values()), 1.0) if earlier else ()
+            self._earlier_gradients = dict(zip(earlier, copies, strict=True))
 
     def _backward(self, loss: Tensor, is_last: bool, accumulating: bool) -> None:
         """Run the backward pass. Hooks around it run only with the last part."""
@@ -316,15 +315,14 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             with without_callbacks(), replaced(self._module, **hooks):
                 self._backward_pass(loss)
             return
-        backward, gradients = self._module.backward, self._gradients
+        backward = self._module.backward
 
         def complete(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self._has_called_before_backward, self._is_in_hook = True, False
             # The gradient must be complete before `on_after_backward`.
             run = partial(backward, loss, *args, **kwargs)
-            self._ranks.last_backward(run, loss, gradients, accumulating)
-            if gradients is not None:
-                gradients.end()
+            self._ranks.last_backward(run, loss, accumulating)
+            self._earlier_gradients = None  # the batch can no longer fail
             self._is_in_hook = True
             muted.close()
 
@@ -344,8 +342,10 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             self._ranks.report_failure()
         self._logs.clear()
         self._state.restore()
-        if self._gradients is not None:
-            self._gradients.drop()
+        if self._earlier_gradients is not None:
+            for parameter in self._parameters:
+                earlier = self._earlier_gradients.get(parameter)
+                parameter.grad = None if earlier is None else earlier.clone()
         recover_memory(self._device)
         if any(tensor._version != version for tensor, version in versions):
             raise CannotUndoError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -46,50 +46,6 @@ class OtherRankFailedError(Exception):
     """Another rank ran out of memory, so this rank rolls its batch back too."""
 
 
-class HeldGradients:
-    """Gradients of an accumulation window's earlier batches, set aside while a batch runs.
-
-    A failed attempt therefore cannot change them. They are added after the batch's last backward
-    pass, and kept until the batch can no longer fail. This takes memory for a second set of
-    gradients, except at the first batch of a window, which has no earlier gradients.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._earlier = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        self._added = False
-        if self._earlier:
-            self.drop()
-
-    def drop(self) -> None:
-        self._added = False
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def add_up(self) -> None:
-        """Add the earlier gradients to the batch's gradients."""
-        self._added = True
-        earlier_gradients, gradients = [], []
-        for parameter, earlier in self._earlier:
-            gradient = parameter.grad
-            if gradient is None:
-                parameter.grad = earlier
-            elif earlier.is_sparse or gradient.is_sparse:
-                parameter.grad = earlier + gradient
-            else:
-                earlier_gradients.append(earlier)
-                gradients.append(gradient)
-        if gradients:
-            torch._foreach_add_(gradients, earlier_gradients)
-
-    def end(self) -> None:
-        if not self._added:
-            for parameter, earlier in self._earlier:
-                parameter.grad = earlier
-        self._earlier = []
-
-
 class Ranks:
     """The ranks that run the same number of micro-batches. Without a group: a single process.
 
@@ -130,16 +86,12 @@ class Ranks:
     def begin_attempt(self) -> None:
         pass
 
-    def last_backward(
-        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, accumulating: bool
-    ) -> None:
-        """Run the last backward pass of a batch, then add the gradients of earlier batches.
+    def last_backward(self, backward: Backward, loss: Tensor, accumulating: bool) -> None:
+        """Run the last backward pass of a batch.
 
         If ``accumulating``, more batches of the window follow and gradients are not reduced yet.
         """
         backward()
-        if gradients is not None:
-            gradients.add_up()
 
     def commit(self) -> None:
         pass
@@ -215,22 +167,17 @@ class DDPRanks(HostRanks):
     def begin_attempt(self) -> None:
         self._model.require_forward_param_sync = self._forward_param_sync
 
-    def last_backward(
-        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, accumulating: bool
-    ) -> None:
+    def last_backward(self, backward: Backward, loss: Tensor, accumulating: bool) -> None:
         """Run the last backward pass, and exchange failures between ranks.
 
         Gradients are reduced unless ``accumulating``.
         """
-        assert gradients is not None
         if accumulating or self._exchange_failures():
             backward()
             self.commit()
-            gradients.add_up()
             if not accumulating:
                 reduce_gradients(self._model)
         else:
-            gradients.add_up()
             self.committed = True
             _expect_backward(self._model, loss)
             backward()

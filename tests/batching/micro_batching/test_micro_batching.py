@@ -344,20 +344,6 @@ def test_changes_in_place_raise_instead_of_a_retry(kind, error):
         train(lo.MicroBatching(), net=kind(fits=4))
 
 
-def test_error_restores_the_gradients_of_the_window():
-    class Breaks(Net):
-        def on_before_backward(self, loss):
-            if self.trainer.fit_loop.batch_idx == 1:
-                raise ArithmeticError("planted")
-
-    nets = [Breaks(), Breaks()]
-    for net, callbacks in zip(nets, ([], [lo.MicroBatching()]), strict=True):
-        with pytest.raises(ArithmeticError, match="planted"):
-            train(*callbacks, net=net, accumulate_grad_batches=3)
-    for p, expected in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
-        assert torch.equal(p.grad, expected.grad)
-
-
 def test_entries_added_by_training_step_stay_in_the_batch():
     class Puts(Net):
         def training_step(self, batch, batch_idx):
