@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from lightning_opt.data.encoding import MISSING, Policy
@@ -70,8 +67,7 @@ class Store:
 
     LMDB locks the file between processes and never overwrites pages in use, so a process or a
     machine that stops at any time leaves every stored item complete. The file may be larger than
-    ``max_bytes`` by an eighth and 4 MB, for pages that are being replaced. Each item has a
-    checksum; a damaged item counts as a miss and is replaced.
+    ``max_bytes`` by an eighth and 4 MB, for pages that are being replaced.
 
     Args:
         folder: A folder for the file, to which only trusted users can write.
@@ -91,7 +87,7 @@ class Store:
         close(folder)  # it may have been deleted and created again
         try:
             with _lock:
-                self._fill_truncated_file()
+                self._environment()
         except lmdb.Error as error:
             raise ValueError(
                 f"The cache in {folder} cannot be opened: {error}. If it is damaged, delete this "
@@ -126,27 +122,18 @@ class Store:
             except lmdb.MapResizedError:  # another process has grown the file
                 environment.set_mapsize(0)
 
-    def _fill_truncated_file(self) -> None:
-        """Replace a missing end of the file with zeros: to read beyond the end kills a process."""
-        with self._begin(write=True):  # no other process writes meanwhile
-            size = (self._environment().info()["last_pgno"] + 1) * PAGESIZE
-            file = self.folder / "data.mdb"
-            if file.stat().st_size < size:
-                os.truncate(file, size)
-
     def get(self, name: str, decode: Callable[[memoryview], Any]) -> Any:
         """Return the decoded item, or ``MISSING``.
 
         Args:
             name: The name of the item.
-            decode: Called with a view of the file that is valid during the call, and ends with up
-                to 15 more bytes than were encoded.
+            decode: Called with a view of the file that is valid during the call.
         """
         key = name.encode()
         try:
             with _lock, self._begin() as transaction:
                 data = transaction.get(ITEM + key)
-                if data is None or word_sum(data) != zlib.crc32(key):
+                if data is None:
                     return MISSING
                 item = decode(data)
         except lmdb.Error as error:
@@ -194,17 +181,14 @@ class Store:
             self._write_uses(transaction)
             for name, data in items.items():
                 key, size = name.encode(), size_of(data)
-                stored = data + bytes(-len(data) % 8)
-                stored += ((zlib.crc32(key) - word_sum(stored)) % 2**64).to_bytes(8, sys.byteorder)
-                if size > self.max_bytes or transaction.get(ITEM + key) == memoryview(stored):
+                if size > self.max_bytes or transaction.get(ITEM + key) is not None:
                     continue
-                remove(transaction, key)  # a damaged item
                 while used_bytes(transaction.stat()) + size > self.max_bytes:
                     if self.policy == "keep" or not remove_oldest(transaction):
                         break
                     evicted += 1
                 else:
-                    transaction.put(ITEM + key, stored)
+                    transaction.put(ITEM + key, data)
                     append_use(transaction, key)
         self._touched = {}
         return evicted
@@ -272,11 +256,6 @@ def check_local(folder: Path) -> None:
         )
 
 
-def word_sum(data: bytes | memoryview) -> int:
-    """Return the sum of ``data`` as 64-bit words."""
-    return int(np.frombuffer(data, np.uint64, len(data) // 8).sum())
-
-
 def size_of(data: bytes) -> int:
     """Return the most bytes by which an item enlarges the file."""
     return (-(-(len(data) + 32) // PAGESIZE) + TREE_PAGES) * PAGESIZE
@@ -297,16 +276,11 @@ def append_use(transaction: lmdb.Transaction[memoryview], key: bytes) -> None:
     transaction.put(USE + key, number)
 
 
-def remove(transaction: lmdb.Transaction[memoryview], key: bytes) -> None:
-    if number := transaction.get(USE + key):
-        transaction.delete(ORDER + bytes(number))
-    transaction.delete(USE + key)
-    transaction.delete(ITEM + key)
-
-
 def remove_oldest(transaction: lmdb.Transaction[memoryview]) -> bool:
     cursor = transaction.cursor()
     found = cursor.set_range(ORDER)
     if found:
-        remove(transaction, bytes(cursor.value()))
+        order, key = bytes(cursor.key()), bytes(cursor.value())
+        for stored in (order, USE + key, ITEM + key):
+            transaction.delete(stored)
     return found

@@ -82,10 +82,7 @@ def _reason_to_skip_sampler(loader: DataLoader[Any]) -> str | None:
     A loader with workers starts its sampler twice and runs it ahead.
     """
     sampler = loader._index_sampler
-    try:
-        twin = copied_sampler(loader)
-    except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-        return f"its sampler, {type(sampler).__qualname__}, cannot be copied: {error}"
+    twin = copied_sampler(loader)
     with isolated_random(torch.device("cpu")):
         before = random_states(), _attributes(twin, COUNTER_TYPES)
         iterator = iter(twin)

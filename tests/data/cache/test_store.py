@@ -1,4 +1,4 @@
-"""Store: killed writers, damaged files, forks, eviction, and one limit for all processes."""
+"""Store: killed writers, forks, eviction, and one limit for all processes."""
 
 import multiprocessing
 import os
@@ -68,36 +68,6 @@ def test_killed_writers_leave_no_corrupt_item(tmp_path, rounds):
         assert store.statistics()["bytes"] <= max_bytes
         assert file_bytes(tmp_path) <= 1.125 * max_bytes + (5 << 20)
     assert sum(data is not None for data in found.values()) > 5
-
-
-def damage_an_item(whole: bytearray) -> None:
-    whole[whole.index(content("a")[5000:5050])] ^= 1
-
-
-def cut(whole: bytearray) -> None:
-    del whole[7 * PAGESIZE :]
-
-
-def read_again(folder: Path) -> None:
-    for _ in range(2):
-        store = Store(folder, 10**6)
-        assert get(store, "a") is None
-        assert get(store, "b") is None
-    put(store, "a", content("a"))
-    assert get(store, "a") == content("a")
-
-
-@pytest.mark.parametrize("damage", [damage_an_item, cut])
-def test_damaged_item_is_a_miss_and_can_be_stored_again(damage, tmp_path):
-    put(Store(tmp_path, 10**6), "a", content("a"))
-    close(tmp_path)
-    whole = bytearray((tmp_path / "data.mdb").read_bytes())
-    damage(whole)
-    (tmp_path / "data.mdb").write_bytes(whole)
-    process = fork.Process(target=read_again, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
 
 
 def test_file_that_is_no_cache_raises(tmp_path):

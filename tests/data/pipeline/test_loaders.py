@@ -66,12 +66,6 @@ class PythonAsItGoes(AsItGoes):
     draw = staticmethod(random.randrange)
 
 
-class Locked(Eager):
-    def __init__(self):
-        super().__init__()
-        self.lock = __import__("threading").Lock()
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -101,7 +95,6 @@ def test_tunable_loaders_have_no_reason_to_skip(settings):
         (DataLoader(Numbers(), sampler=AsItGoes(), batch_size=3), "batch by batch"),
         (DataLoader(Numbers(), sampler=NumpyAsItGoes(), batch_size=3), "batch by batch"),
         (DataLoader(Numbers(), sampler=PythonAsItGoes(), batch_size=3), "batch by batch"),
-        (DataLoader(Numbers(), sampler=Locked()), "cannot be copied"),
         (DataLoader(Numbers(), shuffle=True, generator=torch.Generator()), "its own generator"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
