@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize, get_temp_dir
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,9 +62,6 @@ STARTUP_PREFIXES = (
 """Prefixes of variables that Python or a library may read only when it starts. A fork ignores
 changes since the start of the server. ``PYTHONPATH`` is no such variable: a run sets its own
 ``sys.path``."""
-
-MAX_SERVER_START = 600.0
-"""Maximum seconds for the fork server to import everything."""
 
 _lock = threading.Lock()
 _startup_variables_of_server: dict[str, str] = {}
@@ -113,40 +110,14 @@ def _context(environment: dict[str, str], module: str) -> Any:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([module])
             if not _startup_variables_of_server:
-                _launch_server(context)
+                resource_tracker.ensure_running()  # start it first: its start unblocks Ctrl-C
+                with defer_ctrl_c():
+                    forkserver.ensure_running()
+                # This returns when the server has imported torch and Lightning.
+                context.Process(target=os.getpid).start()
                 _startup_variables_of_server.update(read_at_start)
             return context
     return multiprocessing.get_context("spawn")
-
-
-def _launch_server(context: Any) -> None:
-    """Start the fork server, and wait until it has imported everything."""
-    import psutil
-
-    here = psutil.Process()
-    resource_tracker.ensure_running()  # start it first: its start unblocks Ctrl-C
-    before = here.children()
-    with defer_ctrl_c():
-        forkserver.ensure_running()
-    servers = set(here.children()) - set(before)
-
-    def kill() -> None:
-        for server in servers:
-            with contextlib.suppress(psutil.Error):
-                server.kill()
-
-    Finalize(None, kill, exitpriority=-1)  # otherwise it ends seconds later
-    limit = threading.Timer(MAX_SERVER_START, kill)
-    limit.daemon = True
-    limit.start()
-    try:
-        context.Process(target=os.getpid).start()  # returns when the server is ready
-    except (EOFError, OSError) as error:
-        raise RuntimeError(
-            f"The fork server did not import torch and Lightning within {MAX_SERVER_START:g} s."
-        ) from error
-    finally:
-        limit.cancel()
 
 
 @contextlib.contextmanager
@@ -257,8 +228,6 @@ class Worker:
     def __init__(self, folder: Path, connection: Connection | None) -> None:
         self._folder, self._connection = folder, connection
         self._requests: queue.Queue[int] = queue.Queue()
-        self._meter: PeakMeter | None = None
-        self._resident = 0
 
     def run(self) -> None:
         gate = StepGate(self._exchange)
@@ -266,10 +235,15 @@ class Worker:
             payload = pickle.loads((self._folder / PAYLOAD).read_bytes())
             sys.path[:] = payload["path"]
             torch.set_num_threads(payload["threads"])
+            # Start the thread pool early. If memory for its threads is missing later, the process
+            # dies.
+            torch.ones(1 << 20).add_(1)
+            self._meter = PeakMeter(torch.device("cpu"))
+            self._resident = self._meter.read()
             recipe, seed = pickle.loads(payload["recipe"]), payload["seed"]
             if self._connection is not None:
                 threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
-            trainer = run(**recipe, gate=gate, seed=seed, on_device=self._measure_memory)
+            trainer = run(**recipe, gate=gate, seed=seed)
             self._send_steps(gate.take_steps(trainer))  # fewer than requested: the data has ended
         except BaseException as error:  # noqa: BLE001 - the parent reports any failure
             self._report(error, "error" if gate.started else "setup")
@@ -281,18 +255,15 @@ class Worker:
         except (EOFError, OSError):
             kill_tree(os.getpid())
 
-    def _measure_memory(self, device: torch.device) -> None:
-        # Start the thread pool early. If memory for its threads is missing later, the process dies.
-        torch.ones(1 << 20).add_(1)
-        self._meter = PeakMeter(device)
-        self._resident = 0 if device.type == "cuda" else self._meter.read()
-
     def _exchange(self, trainer: pl.Trainer, steps: list[Step]) -> int:
         """Send the steps of the last block, and wait for the number of steps of the next."""
         if steps:
             self._send_steps(steps)
         else:
-            place = {"device": str(trainer.strategy.root_device), "devices": trainer.world_size}
+            device = trainer.strategy.root_device
+            if device.type == "cuda":
+                self._meter, self._resident = PeakMeter(device), 0
+            place = {"device": str(device), "devices": trainer.world_size}
             self._send("ready", place | {"pid": os.getpid()})
         return self._requests.get()
 

@@ -30,14 +30,7 @@ from lightning_opt.trainer.lightning import (
     package_of,
     seed_everything,
 )
-from lightning_opt.worker.recipes import (
-    Factory,
-    Settings,
-    as_mapping,
-    instantiate,
-    make,
-    package_behind,
-)
+from lightning_opt.worker.recipes import Factory, Settings, as_mapping, instantiate, make
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -228,25 +221,10 @@ def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
     return [*kept, _LenientSchedulers()]
 
 
-def _make_trainer(package: Any, settings: Settings, gate: StepGate) -> pl.Trainer:
-    arguments = {**RUN_DEFAULTS, **instantiate(as_mapping(settings), package)}
-    if arguments["logger"]:  # measurements must not appear among the user's runs
-        arguments["logger"] = package.loggers.logger.DummyLogger()
-    trainer: pl.Trainer = package.Trainer(callbacks=[*take_callbacks(arguments), gate], **arguments)
-    return trainer
-
-
-def run(
-    model: Factory,
-    data: Factory,
-    settings: Settings,
-    gate: StepGate,
-    seed: int,
-    on_device: Callable[[torch.device], None],
-) -> pl.Trainer:
+def run(model: Factory, data: Factory, settings: Settings, gate: StepGate, seed: int) -> pl.Trainer:
     """Train until the gate, the data or the user's limits end the run.
 
-    The seed is set before the Trainer, the model, the data and the training are created.
+    The seed is set before the model, the Trainer, the data and the training are created.
 
     Args:
         model: Makes the LightningModule.
@@ -254,16 +232,22 @@ def run(
         settings: Arguments of the Trainer.
         gate: The gate, added as the last callback.
         seed: The seed of Python, NumPy and torch.
-        on_device: Called with the device of this process before the model is created.
 
     Raises:
         TypeError: If the model is not a LightningModule.
         ValueError: If the strategy spawns or forks its processes, or for several nodes.
     """
-    package = package_behind(model)
     reseed = partial(seed_everything, seed, workers=True, verbose=False)
     reseed()
-    trainer = _make_trainer(package, settings, gate)
+    module = make("model", model)
+    if not isinstance(module, LightningModule):
+        raise TypeError(f"model must make a LightningModule, got {type(module).__name__}.")
+    package = package_of(module)
+    reseed()
+    arguments = {**RUN_DEFAULTS, **instantiate(as_mapping(settings), package)}
+    if arguments["logger"]:  # measurements must not appear among the user's runs
+        arguments["logger"] = package.loggers.logger.DummyLogger()
+    trainer: pl.Trainer = package.Trainer(callbacks=[*take_callbacks(arguments), gate], **arguments)
     if isinstance(trainer.strategy.launcher, MultiProcessingLauncher):
         raise ValueError(
             f"{type(trainer.strategy).__name__} spawns or forks its processes, which cannot be "
@@ -274,15 +258,6 @@ def run(
             f"num_nodes={trainer.num_nodes} cannot be measured step by step from one process. Use "
             "one node, num_nodes=1."
         )
-    on_device(trainer.strategy.root_device)
-    start_on_first_cpu(trainer)  # memory is allocated near this CPU
-    reseed()
-    module = make("model", model)
-    if not isinstance(module, LightningModule):
-        raise TypeError(f"model must make a LightningModule, got {type(module).__name__}.")
-    if package_of(module) is not package:  # package_behind guessed wrong
-        reseed()
-        trainer = _make_trainer(package_of(module), settings, gate)
     reseed()
     loader = make("data", data)
     reseed()

@@ -7,12 +7,11 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from lightning_opt.trainer.lightning import DEFAULT, LightningModule, package_of
+from lightning_opt.trainer.lightning import DEFAULT
 
 Factory: TypeAlias = Callable[[], Any] | str
 """A callable without arguments, ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
@@ -77,22 +76,6 @@ def as_mapping(given: Settings) -> Mapping[str, Any]:
             f"returned {type(settings).__name__}."
         )
     return settings
-
-
-def package_behind(factory: Factory) -> Any:
-    """Guess the package of Lightning from a factory's class, or from the imports of its module."""
-    factory = import_attribute(factory) if isinstance(factory, str) else factory
-    target = getattr(factory, "target", None)  # recipes of the CLI have an import path
-    if isinstance(target, str):
-        return package_behind(target)
-    function = factory.func if isinstance(factory, partial) else factory
-    found = [
-        package_of(value, None)
-        for value in (function, *getattr(function, "__globals__", {}).values())
-        if isinstance(value, ModuleType)
-        or (isinstance(value, type) and issubclass(value, LightningModule))
-    ]
-    return next((package for package in found if package is not None), DEFAULT)
 
 
 def import_attribute(path: str) -> Any:

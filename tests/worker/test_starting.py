@@ -1,11 +1,9 @@
 """Starting processes, and the pauses of a StepGate, with simulated devices."""
 
-import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, spawn
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +11,24 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_opt.core.measure import timing
 from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.worker import child, gate
 from lightning_opt.worker.gate import Step, StepGate
-from tests.helpers.processes import launch
 
 
 def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of a process that has used CUDA cannot use it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert child._context(dict(os.environ), "json").get_start_method() == "spawn"
+
+
+def test_main_script_is_not_run_again() -> None:
+    """A script without a main guard would start its processes again in each of them."""
+    keys = {"init_main_from_name", "init_main_from_path"}
+    assert keys & spawn.get_preparation_data("name").keys()
+    with child._without_main_script():
+        assert not keys & spawn.get_preparation_data("name").keys()
 
 
 def wait_for_eof(end: connection.Connection, state: child.ProcessState) -> None:
@@ -61,38 +67,6 @@ def test_ctrl_c_during_a_start_closes_the_pipe(monkeypatch: pytest.MonkeyPatch) 
     ours.close()
 
 
-class Limit:
-    """A timer that a test ends."""
-
-    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
-        assert seconds == child.MAX_SERVER_START
-        Limit.end = staticmethod(end)
-
-    def start(self) -> None:
-        pass
-
-    cancel = start
-
-
-def _start_with_a_server_that_is_never_ready() -> None:
-    multiprocessing.current_process().daemon = False  # which may not have children
-    read = forkserver.read_signed
-
-    def read_after_the_limit(descriptor: int) -> int:
-        Limit.end()
-        return read(descriptor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "Timer", Limit)
-        patch.setattr(forkserver, "read_signed", read_after_the_limit)
-        with pytest.raises(RuntimeError, match="did not import torch and Lightning within 600 s"):
-            child.start_process(wait_for_eof)
-
-
-def test_start_of_the_fork_server_has_a_limit() -> None:
-    launch(_start_with_a_server_that_is_never_ready, processes=1)
-
-
 class Distributed:
     """Records calls of torch.distributed."""
 
@@ -122,53 +96,35 @@ def test_ranks_pause_in_a_gloo_broadcast(monkeypatch: pytest.MonkeyPatch) -> Non
     assert held._block_steps == 5
 
 
-@pytest.mark.parametrize(("device", "rests"), [("cpu", ["rest"]), ("cuda", [])])
-def test_openmp_threads_stop_spinning_before_the_steps_are_sent(
-    monkeypatch: pytest.MonkeyPatch, device: str, rests: list[str]
+def test_steps_exclude_pauses_start_on_the_first_cpu_and_rest_before_they_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: list[str] = []
+    """OpenMP's threads stop spinning in the rest. The thread is not pinned to the CPU."""
+    done: list[Any] = []
+    seconds: list[float] = []
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(gate.time, "sleep", lambda seconds: done.append("rest"))
-    monkeypatch.setattr(gate, "wait_for", lambda device: None)
-    monkeypatch.setattr(gate, "StepClock", lambda device: StepClock(torch.device("cpu")))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {2, 5, 7}, raising=False)
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda thread, cpus: done.append(set(cpus)), raising=False
+    )
+    granted = iter([2, 1, 0])
 
     def exchange(trainer: Any, steps: list[Step]) -> int:
         done.append(f"{len(steps)} steps")
-        return 1
+        seconds.extend(step.seconds for step in steps)
+        now[0] += 1000.0  # the pause is not part of a step
+        return next(granted)
 
-    held = StepGate(exchange)
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    trainer: Any = SimpleNamespace(
-        world_size=1, is_global_zero=True, local_rank=0, strategy=strategy,
-        accumulate_grad_batches=1,
-    )  # fmt: skip
-    held.on_train_start(trainer, None)  # type: ignore[arg-type]
-    held.on_train_batch_end(trainer, None, torch.tensor(1.0), torch.ones(2), 0)  # type: ignore[arg-type]
-    assert done == ["0 steps", *rests, "1 steps"]
-
-
-@pytest.mark.parametrize(
-    ("device", "rank", "calls"),
-    [("cpu", 0, [{2}, {2, 5, 7}]), ("cpu", 4, [{5}, {2, 5, 7}]), ("cuda", 0, [])],
-)
-def test_thread_moves_to_the_cpu_of_its_rank_without_being_pinned(
-    monkeypatch: pytest.MonkeyPatch, device: str, rank: int, calls: list[set[int]]
-) -> None:
-    """Among the CPUs that the user allows. Each rank has its own."""
-    made: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {2, 5, 7}, raising=False)
-    monkeypatch.setattr(
-        os, "sched_setaffinity", lambda thread, cpus: made.append(set(cpus)), raising=False
-    )
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    gate.start_on_first_cpu(SimpleNamespace(strategy=strategy, local_rank=rank))  # type: ignore[arg-type]
-    assert made == calls
-
-
-def test_every_step_starts_on_the_same_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[str] = []
-    monkeypatch.setattr(gate, "start_on_first_cpu", lambda trainer: moved.append("moved"))
-    granted = iter([2, 2, 0])
-    held = StepGate(lambda trainer, steps: next(granted))
     data = BoringModel().train_dataloader
-    gate.run(BoringModel, data, {"accelerator": "cpu"}, held, 0, lambda device: None)
-    assert moved == ["moved"] * 4  # before the model is made, and after all steps but the last
+    gate.run(BoringModel, data, {"accelerator": "cpu"}, StepGate(exchange), 0)
+    assert seconds == [0.0] * 3
+    moved = [{2}, {2, 5, 7}]
+    assert done == ["0 steps", *moved, "rest", "2 steps", *moved, "rest", "1 steps"]
+
+    done.clear()
+    cpu, cuda = (SimpleNamespace(root_device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    gate.start_on_first_cpu(SimpleNamespace(strategy=cpu, local_rank=4))  # type: ignore[arg-type]
+    gate.start_on_first_cpu(SimpleNamespace(strategy=cuda, local_rank=0))  # type: ignore[arg-type]
+    assert done == [{5}, {2, 5, 7}]  # each rank has its own
