@@ -84,11 +84,8 @@ class Caching:
             check_private(directory)
             self._store = Store(directory, max_bytes, policy)
         else:
-            for argument, value in (("key", key), ("folder", folder)):
-                if value is not None:
-                    raise ValueError(
-                        f'{argument}={value!r} goes with storage="disk", got storage={storage!r}.'
-                    )
+            if key is not None or folder is not None:
+                raise ValueError('key= and folder= go with storage="disk", got storage="memory".')
             self._store = Store(memory_folder(max_bytes, self), max_bytes, policy)
         self._storage = storage
         # One row per process, so no lock is needed. Workers of a DataLoader, forked or spawned,

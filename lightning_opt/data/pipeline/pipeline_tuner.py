@@ -77,7 +77,8 @@ class DataPipelineTuner(RunCallback):
         max_workers: The largest number of workers per process. None uses the process's share of the
             CPUs that affinity and control groups allow, or up to 16 if items wait for a disk or a
             network.
-        budget_seconds: Seconds after which no further trial starts, and the limit of each trial.
+        budget_seconds: Seconds after which no further trial starts, and the longest wait for one
+            batch.
         verbose: Print the table.
 
     Attributes:

@@ -124,7 +124,6 @@ class CompileModel(RunCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._fallbacks: dict[str, str] = {}
         self._warned: set[str] = set()
         self._report = Report(f"CompileModel({self.mode!r}, scope={self.scope!r})", [])
 
@@ -141,7 +140,7 @@ class CompileModel(RunCallback):
         check_compatible(trainer, pl_module)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Discard the modes that failed on another model."""
+        """Discard the report and the warnings about another model."""
         self._reset()
 
     # Not in `on_fit_start`, where other callbacks replace `forward`: compiled code must wrap
@@ -164,7 +163,6 @@ class CompileModel(RunCallback):
         self._options = options
         self._stack = ExitStack()
         self._stack.enter_context(remove_marks(pl_module))
-        self._stack.callback(self._store_results)
         self.regions = find_regions(pl_module, self.scope, modes, options)
         if not self.regions:
             raise ValueError(
@@ -172,7 +170,6 @@ class CompileModel(RunCallback):
                 "forward and no submodules with parameters."
             )
         for region in self.regions:
-            region.use_mode(region.modes.index(self._fallbacks.get(region.name, modes[0])))
             region.apply(self._stack)
         is_ddp = isinstance(trainer.strategy, DDPStrategy)
         self._stack.enter_context(compile_settings(self.regions, self.scope, is_ddp))
@@ -183,6 +180,7 @@ class CompileModel(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Restore ``forward`` of the modules."""
         if self._stack is not None:
+            self._report = self._make_report()
             self._stack.close()
         self._stack = self._options = None
         self.regions = []
@@ -212,7 +210,7 @@ class CompileModel(RunCallback):
 
     # --- results --------------------------------------------------------------------------------
 
-    def _warn_of_failure(self, region: Region, failed_mode: str, error: BaseException) -> None:
+    def _warn_of_failure(self, region: Region, failed_mode: str) -> None:
         """Warn once for each reason, on the rank that failed: other ranks may not fail."""
         if region.reason in self._warned:
             return
@@ -235,10 +233,6 @@ class CompileModel(RunCallback):
             "compile/recompilations": float(sum(region.recompilations for region in regions)),
             "compile/uncompiled": float(sum(region.mode == EAGER for region in regions)),
         }
-
-    def _store_results(self) -> None:
-        self._fallbacks = {r.name: r.mode for r in self.regions if r.mode_index}
-        self._report = self._make_report()
 
     def _make_report(self) -> Report:
         rows = [

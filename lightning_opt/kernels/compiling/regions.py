@@ -41,14 +41,14 @@ class CompileOptions:
     Attributes:
         backend: As in ``torch.compile``; so are ``fullgraph`` and ``dynamic``.
         device: Device of the model.
-        on_failure: Called with a region, the mode that failed and the error.
+        on_failure: Called with a region and the mode that failed.
     """
 
     backend: str | Callable[..., Any]
     fullgraph: bool
     dynamic: bool | None
     device: torch.device
-    on_failure: Callable[[Region, str, BaseException], None]
+    on_failure: Callable[[Region, str], None]
 
 
 class Region:
@@ -139,10 +139,11 @@ class Region:
         failed_mode = self.mode
         self.reason = reason(error)
         self.use_mode(self.mode_index + 1)
-        self.options.on_failure(self, failed_mode, error)
+        self.options.on_failure(self, failed_mode)
 
     def apply(self, stack: ExitStack) -> None:
         """Replace ``forward`` of the modules until ``stack`` is closed."""
+        self.use_mode(0)
         for forward in self.forwards:
             stack.callback(forward.remove)
             forward.apply()

@@ -64,8 +64,7 @@ def _outermost_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
 
 
 def _block_regions(model: nn.Module, modes: Sequence[str], options: CompileOptions) -> list[Region]:
-    names: dict[Signature, str] = {}
-    groups: dict[Signature, dict[nn.Module, None]] = {}
+    groups: dict[Signature, dict[nn.Module, str]] = {}
     for block in find_blocks(model):
         name, module = block.name, block.modules[0]
         if len(block.modules) > 1:
@@ -73,10 +72,10 @@ def _block_regions(model: nn.Module, modes: Sequence[str], options: CompileOptio
             name = name.rpartition(".")[0]
             module = _submodule(model, name)
         if _can_compile(module):
-            structure = signature(module)
-            names.setdefault(structure, name or "model")
-            groups.setdefault(structure, {})[module] = None
-    return [Region(names[key], list(group), modes, options) for key, group in groups.items()]
+            groups.setdefault(signature(module), {}).setdefault(module, name or "model")
+    return [
+        Region(next(iter(group.values())), list(group), modes, options) for group in groups.values()
+    ]
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

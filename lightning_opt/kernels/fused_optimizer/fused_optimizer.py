@@ -67,7 +67,7 @@ class FusedOptimizer(RunCallback):
     not_pickled = ("_fused",)
 
     def __init__(self) -> None:
-        self._fused: dict[int, Fused] | None = None
+        self._fused: dict[Optimizer, Fused] | None = None
         self._rows: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -77,12 +77,11 @@ class FusedOptimizer(RunCallback):
         for index, optimizer in enumerate(trainer.optimizers):
             obstacle = obstacle_to_fused(optimizer)
             if obstacle is None:
-                self._fused[index] = Fused(optimizer)
+                self._fused[optimizer] = Fused(optimizer)
             row = {
                 "optimizer": index,
                 "class": type(optimizer).__name__,
                 "implementation": _implementation(optimizer),
-                "switched": obstacle is None,
                 "reason": obstacle or "",
             }
             self._rows.append(row)
@@ -91,22 +90,17 @@ class FusedOptimizer(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Convert the gradients' layout; if the kernel cannot use them, restore the optimizer."""
-        for index, fused in (self._fused or {}).items():
-            if fused.optimizer is not optimizer:
-                continue
-            obstacle = fused.prepare_update()
-            if obstacle is not None:
-                assert self._fused is not None
-                self._fused.pop(index).undo()
-                row = self._rows[index]
-                row.update(
-                    implementation=_implementation(optimizer), switched=False, reason=obstacle
-                )
-                rank_zero_warn(
-                    f"FusedOptimizer restored {row['class']}: fused kernels do not support "
-                    f"{obstacle}. Training continues without them."
-                )
-            return
+        fused = (self._fused or {}).get(optimizer)
+        obstacle = None if fused is None else fused.prepare_update()
+        if fused is not None and obstacle is not None:
+            fused.undo()
+            self._fused.pop(optimizer)
+            row = self._rows[trainer.optimizers.index(optimizer)]
+            row.update(implementation=_implementation(optimizer), reason=obstacle)
+            rank_zero_warn(
+                f"FusedOptimizer restored {row['class']}: fused kernels do not support "
+                f"{obstacle}. Training continues without them."
+            )
 
     def diagnose(self) -> list[Verdict]:
         """Return a verdict that names the implementation of each optimizer."""

@@ -102,18 +102,14 @@ class CountingScaler(torch.amp.GradScaler):
         for name in COUNTS:
             setattr(self, name, state_dict.get(name, 0))
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, **to_plain({name: state[name] for name in COUNTS})}
-
 
 class DynamicLossScale(BaseMixedPrecision):
     """Float16 mixed precision on CUDA and CPU, with a loss scale that is logged and configurable.
 
     float16 gradients below 6e-8 become zero. So the loss is multiplied by a large scale before the
     backward pass, and gradients are divided by it before the update. If one of them is not finite,
-    the update is skipped and the scale is multiplied by ``backoff_factor``; after
-    ``growth_interval`` updates in a row it is multiplied by ``growth_factor``. torch's
+    the update is skipped and the scale is halved; after ``growth_interval`` updates in a row it is
+    doubled. torch's
     ``GradScaler``, which ``Trainer(precision="16-mixed")`` uses, does the same. Differences:
 
     - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
@@ -142,8 +138,6 @@ class DynamicLossScale(BaseMixedPrecision):
 
     Args:
         init_scale: The initial scale.
-        growth_factor: Factor of the scale when it grows, above 1.
-        backoff_factor: Factor of the scale at an overflow, in (0, 1).
         growth_interval: Updates in a row without an overflow until the scale grows.
         min_scale: Minimum of the scale, at most ``init_scale``.
         patience: Consecutive skipped updates at the floor, after which the run stops.
@@ -168,25 +162,17 @@ class DynamicLossScale(BaseMixedPrecision):
     def __init__(
         self,
         init_scale: float = 65536.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval: int = 1000,
         min_scale: float = 1.0,
         patience: int = 10,
         every_n_steps: int = 50,
     ) -> None:
-        if check_positive("growth_factor", growth_factor) <= 1:
-            raise ValueError(f"growth_factor must be above 1, got {growth_factor}.")
-        if check_positive("backoff_factor", backoff_factor) >= 1:
-            raise ValueError(f"backoff_factor must be below 1, got {backoff_factor}.")
         if check_positive("min_scale", min_scale) > check_positive("init_scale", init_scale):
             raise ValueError(
                 f"min_scale must be at most init_scale, {init_scale}, got {min_scale}."
             )
         self._settings: dict[str, Any] = {
             "init_scale": float(init_scale),
-            "growth_factor": float(growth_factor),
-            "backoff_factor": float(backoff_factor),
             "growth_interval": check_at_least("growth_interval", growth_interval, 1),
             "min_scale": float(min_scale),
         }

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner as tuning
-from lightning_opt.data.pipeline.loaders import LoaderSettings, endless_indices
-from lightning_opt.data.pipeline.probing import time_loader
+from lightning_opt.data.pipeline.loaders import LoaderSettings
 from lightning_opt.data.pipeline.search import Search
 from tests.data import datasets
 from tests.data.pipeline.test_loaders import AsItGoes, Stream
@@ -113,15 +112,6 @@ def test_failed_trial_on_one_rank_keeps_the_loader_of_all_ranks():
         assert len(warnings) == 2
         for warning, reason in zip(warnings, reasons, strict=True):
             assert reason in warning
-
-
-def test_trial_that_takes_too_long_fails():
-    loader = DataLoader(Sleepy(24, 0.05), batch_size=2)
-    with pytest.raises(RuntimeError, match=r"longer than 0\.5 s"):
-        time_loader(
-            loader, endless_indices(loader), LoaderSettings(1, 2), lambda batch: None, 60.0, 0.5
-        )
-    assert loader.timeout == 0
 
 
 def test_resumed_run_has_the_same_settings_and_samples(tmp_path, monkeypatch):
