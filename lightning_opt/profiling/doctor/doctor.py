@@ -39,11 +39,11 @@ HINTS: dict[str, str] = {
     "convergence": "PerformanceMonitor() tests the trend of the loss.",
     "leaks": "LeakDetector() measures memory, and names the objects that hold it.",
     "determinism": "Call lightning.seed_everything(seed, workers=True) first.",
-    "checkpoints": "Add ModelCheckpoint().",
-    "monitoring": "Give the Trainer a logger.",
+    "checkpoints": "Add ModelCheckpoint(every_n_train_steps=1000, save_last=True).",
+    "monitoring": "Give the Trainer a logger, such as CSVLogger or TensorBoardLogger.",
     "baseline": "compare(model, data, {'plain': {...}, 'mine': {...}}) measures both side by side.",
 }
-"""Advice for topics that were not measured."""
+"""Advice by topic, for topics that were not measured and for most that need attention."""
 
 UNDONE_AFTER_TRAINING = ("optimizer", "compilation")
 """Callbacks undo these settings after training, so their verdicts replace the Trainer's."""
@@ -193,14 +193,6 @@ def collect(
 # --- checks of the Trainer that need no callback ------------------------------------------------
 
 
-def profile(trainer: pl.Trainer) -> Verdict | None:
-    """Was a profiler used?"""
-    name = type(trainer.profiler).__name__  # type: ignore[attr-defined]
-    if name == "PassThroughProfiler" or hasattr(trainer.profiler, "diagnose"):  # type: ignore[attr-defined]
-        return None
-    return Verdict("profile", "ok", f"{name} profiled the run.")
-
-
 def memory(trainer: pl.Trainer) -> list[Verdict]:
     """How close was peak memory to its limit?"""
     device = trainer.strategy.root_device
@@ -212,16 +204,14 @@ def memory(trainer: pl.Trainer) -> list[Verdict]:
     used = peak.fraction
     of = f"{peak.used / MB:,.0f} of {peak.total / MB:,.0f} MB ({peak.source})"
     finding = f"At the peak, memory was {used:.0%} full: {of}."
-    split = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
-    search = "find_batch_size() finds the largest and the fastest batch size."
-    verdicts = [
-        Verdict("memory", "look", finding, split, gain=min(1.0, used))
-        if used > NEARLY_FULL
-        else Verdict("memory", "ok", finding)
-    ]
-    if device.type == "cuda":
-        state: State = "look" if used < HALF_EMPTY else "ok"
-        verdicts.append(Verdict("batch size", state, finding, search if state == "look" else ""))
+    verdicts = [Verdict("memory", "ok", finding)]
+    if used > NEARLY_FULL:
+        split = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
+        verdicts = [Verdict("memory", "look", finding, split, gain=min(1.0, used))]
+    if device.type == "cuda" and used < HALF_EMPTY:
+        verdicts.append(Verdict("batch size", "look", finding, HINTS["batch size"]))
+    elif device.type == "cuda":
+        verdicts.append(Verdict("batch size", "ok", finding))
     return verdicts
 
 
@@ -287,38 +277,30 @@ def determinism(trainer: pl.Trainer) -> Verdict | None:
     """Was a seed set?"""
     seeded = "PL_GLOBAL_SEED" in os.environ or torch.initial_seed() < MAX_USER_SEED
     if not seeded:
-        advice = "Call lightning.seed_everything(seed, workers=True) first."
-        return Verdict("determinism", "look", "No seed was set.", advice)
-    if torch.are_deterministic_algorithms_enabled():
-        return Verdict("determinism", "ok", "Seeded, with deterministic algorithms.")
-    finding = "Seeded; last digits may differ between runs."
-    return Verdict("determinism", "ok", finding)
+        return Verdict("determinism", "look", "No seed was set.", HINTS["determinism"])
+    kind = "with" if torch.are_deterministic_algorithms_enabled() else "without"
+    return Verdict("determinism", "ok", f"A seed was set, {kind} deterministic algorithms.")
 
 
 def checkpoints(trainer: pl.Trainer) -> Verdict | None:
     """Was a checkpoint saved?"""
     callbacks: list[Any] = trainer.checkpoint_callbacks
-    if not callbacks:
-        advice = "Add ModelCheckpoint(every_n_train_steps=1000, save_last=True)."
-        return Verdict("checkpoints", "look", "Nothing saves checkpoints.", advice)
     names = ("last_model_path", "best_model_path")
     saved = [path for c in callbacks for path in (getattr(c, name, "") for name in names) if path]
-    if not saved:
-        advice = "Save more often: ModelCheckpoint(every_n_train_steps=1000, save_last=True)."
-        return Verdict("checkpoints", "look", "No checkpoint has been saved yet.", advice)
-    return Verdict("checkpoints", "ok", f"The newest checkpoint is {saved[0]}.")
+    if saved:
+        return Verdict("checkpoints", "ok", f"The newest checkpoint is {saved[0]}.")
+    finding = "No checkpoint has been saved." if callbacks else "Nothing saves checkpoints."
+    return Verdict("checkpoints", "look", finding, HINTS["checkpoints"])
 
 
 def monitoring(trainer: pl.Trainer) -> Verdict | None:
     """Does the Trainer have a logger?"""
     if not trainer.loggers:
-        advice = "Give the Trainer a logger, such as CSVLogger or TensorBoardLogger."
-        return Verdict("monitoring", "look", "The Trainer has no logger.", advice)
+        return Verdict("monitoring", "look", "The Trainer has no logger.", HINTS["monitoring"])
     names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
     return Verdict("monitoring", "ok", f"Metrics are logged by {names}.")
 
 
 CHECKS: tuple[Callable[[Any], Verdict | list[Verdict] | None], ...] = (
-    profile, memory, precision, optimizer, compilation, stability, determinism, checkpoints,
-    monitoring,
+    memory, precision, optimizer, compilation, stability, determinism, checkpoints, monitoring,
 )  # fmt: skip

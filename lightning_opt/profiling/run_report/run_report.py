@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 from time import perf_counter
@@ -37,7 +36,6 @@ WRITE_SECONDS, MAX_SHARE = 180.0, 0.005
 """Minimum seconds between two pages during a fit, and maximum share of its time for pages."""
 
 OUT_OF_MEMORY = "MicroBatching('auto') splits a batch that does not fit into memory."
-SPIKES = "NonFiniteGuard(spike=8) skips the batches of such losses, and logs them."
 
 
 class RunReport(RunCallback):
@@ -66,7 +64,7 @@ class RunReport(RunCallback):
 
     def __init__(self) -> None:
         self._history = History()
-        self._is_fitting = self._has_failed = self._skips_spikes = False
+        self._is_fitting = self._has_failed = False
         self._reset_run(0)
 
     def _reset_run(self, first_step: int) -> None:
@@ -88,7 +86,6 @@ class RunReport(RunCallback):
         if stage != "fit":
             return
         self._is_fitting, self._has_failed = True, False
-        self._skips_spikes = any(getattr(c, "spike", None) for c in _callbacks_of(trainer))
         HISTORIES[trainer] = self._history
         self._reset_run(0)
 
@@ -183,18 +180,8 @@ class RunReport(RunCallback):
         )
 
     def diagnose(self) -> list[Verdict]:
-        """Return verdicts on memory that ran out and on jumps of the loss."""
-        points = [] if self._skips_spikes else self._history.points.get("loss", [])
-        jumps = []
-        for place, (step, loss) in enumerate(points):
-            usual = median(abs(other) for _, other in points[max(0, place - 5) : place + 6])
-            if abs(loss) > 100 * usual > 0:
-                jumps.append(f"{loss:.3g} at step {step:,}, from about {usual:.3g}")
-        if not jumps:
-            return self._failures
-        finding = f"Jumps of the loss: {len(jumps)}, the last to {jumps[-1]}."
-        gain = len(jumps) / len(points)
-        return [*self._failures, Verdict("stability", "look", finding, SPIKES, gain=gain)]
+        """Return the verdict on memory that ran out, if it did."""
+        return self._failures
 
     def release(self, trainer: pl.Trainer) -> None:
         """Write no more pages."""

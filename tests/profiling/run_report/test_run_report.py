@@ -364,29 +364,6 @@ def test_loss_is_that_of_each_batch_with_accumulation_and_is_not_logged(tmp_path
     assert {key for _, metrics in logger.records for key in metrics} <= {"epoch"}
 
 
-class OneBadBatch(SmallNet):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = super().training_step(batch, batch_idx)
-        return {"loss": outputs["loss"] * (1e6 if batch_idx == 7 else 1.0)}
-
-
-def test_jump_of_the_loss_is_a_finding_unless_a_guard_skips_it(tmp_path):
-    fit(tmp_path, lo.RunReport(), model=OneBadBatch(lr=1e-9))
-    page = read(tmp_path)
-    finding = page.texts("findings", "h3")[0]
-    assert re.match(r"Jumps of the loss: 1, the last to .*e\+0\d at step 7, from about ", finding)
-    assert page.texts("findings", "pre")[0] == "Trainer(callbacks=[lo.NonFiniteGuard(spike=8)])"
-    fit(tmp_path, lo.RunReport(), lo.NonFiniteGuard(spike=8), model=OneBadBatch(lr=1e-9))
-    assert "Jumps of the loss" not in read(tmp_path).texts("findings", "h3")[0]
-
-
-def test_losses_around_0_are_no_jumps():
-    report = lo.RunReport()
-    for step, value in enumerate(torch.randn(240, generator=torch.Generator().manual_seed(0))):
-        report._history.add("loss", step, value.item())
-    assert report.diagnose() == []
-
-
 # --- loggers, notebooks, matplotlib -------------------------------------------------------------
 
 
