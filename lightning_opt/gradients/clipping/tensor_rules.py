@@ -128,9 +128,7 @@ class PerParameter(ClippingRule):
         known = [state["averages"].get(name, math.inf) for name in names]
         average = stack_scalars(known).to(norms.device)
         finite = total < math.inf
-        warm = state["count"] < self.warmup
-        if not isinstance(warm, Tensor):
-            warm = torch.full((), warm, device=norms.device)
+        warm = torch.as_tensor(state["count"] < self.warmup, device=norms.device)
         limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
         over = (norms > limit) & finite
         coefficient = (limit / norms).masked_fill_(over.logical_not(), 1.0)
@@ -217,13 +215,12 @@ class UnitWise(ClippingRule):
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Scale each unit's gradient in place by its own coefficient."""
         finite = step.norms.total < math.inf
-        accumulate_dtype = torch.float32
         if not isinstance(finite, Tensor):
             if not finite:
                 return Clip(0.0)
-            # A float norm is on a CPU. Above this norm squares may overflow float32.
-            if step.norms.total * step.grad_scale > 1e18:
-                accumulate_dtype = torch.float64
+            size = step.norms.total * step.grad_scale
+            if size > 1e18:  # its squares may overflow float32; a float norm is on a CPU
+                step.gradients.scale_(1e18 / size)
         excluded = self._excluded(step)
         found = step.gradients
         chosen = [
@@ -238,7 +235,7 @@ class UnitWise(ClippingRule):
             return Clip(0.0)
         gradients, wholes, values, dims, groups = map(list, zip(*chosen, strict=True))
         weights = _combine_over_ranks(_unit_norms(values, dims), groups)
-        gradient_norms = _combine_over_ranks(_unit_norms(wholes, dims, accumulate_dtype), groups)
+        gradient_norms = _combine_over_ranks(_unit_norms(wholes, dims), groups)
 
         device = finite.device if isinstance(finite, Tensor) else gradients[0].device
         norm, weight = (
@@ -294,11 +291,7 @@ def _local_real(parameter: Tensor) -> Tensor:
     return as_real(local_part(parameter.detach()))
 
 
-def _unit_norms(
-    tensors: Sequence[Tensor],
-    dims: Sequence[tuple[int, ...]],
-    accumulate_dtype: torch.dtype = torch.float32,
-) -> list[Tensor]:
+def _unit_norms(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return the L2 norms of each tensor's units. The reduced dimensions keep size 1."""
     alike: dict[object, list[int]] = {}
     for index, (tensor, unit_dims) in enumerate(zip(tensors, dims, strict=True)):
@@ -309,7 +302,7 @@ def _unit_norms(
     norms = list(tensors)
     for indices in alike.values():
         first, unit_dims = tensors[indices[0]], dims[indices[0]]
-        dtype = torch.promote_types(first.dtype, accumulate_dtype)
+        dtype = torch.promote_types(first.dtype, torch.float32)
         if len(indices) == 1:
             norms[indices[0]] = torch.linalg.vector_norm(first, 2, unit_dims, True, dtype=dtype)
             continue

@@ -62,8 +62,7 @@ class DiagonalPreconditioner:
             old, mass = self._average_and_mass(name, new)
             # `where` is needed because NaN times a weight of zero is NaN.
             self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
-            self._weight_sum[name] = mass.lerp(torch.where(finite, torch.ones_like(mass), mass),
-                                         1.0 - self.beta)  # fmt: skip
+            self._weight_sum[name] = mass.lerp(torch.where(finite, 1.0, mass), 1.0 - self.beta)
         self._factors = {}
 
     @torch.no_grad()

@@ -42,12 +42,10 @@ class Estimate(Generic[Value]):
     Attributes:
         value: A scalar, or one tensor per parameter in its shape.
         standard_error: Standard error of ``value``, in its shape; NaN for a single sample.
-        n_samples: Number of random vectors.
     """
 
     value: Value
     standard_error: Value
-    n_samples: int
 
 
 class Eigenvalue(NamedTuple):
@@ -76,7 +74,7 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
         One tensor for each of ``params``, without a graph.
 
     Raises:
-        ValueError: If shapes differ, or the loss is not a real scalar.
+        RuntimeError: By torch, if shapes differ, or the loss is not a real scalar.
 
     Example:
         >>> import torch
@@ -85,12 +83,6 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
         >>> lo.hessian_vector_product((x**3).sum(), [x], [torch.ones(2)])
         (tensor([ 6., 12.]),)
     """
-    param_shapes = [tuple(parameter.shape) for parameter in params]
-    vector_shapes = [tuple(vector.shape) for vector in vectors]
-    if param_shapes != vector_shapes:
-        raise ValueError(
-            f"vectors must have the shapes of params: {param_shapes}, got {vector_shapes}."
-        )
     return tuple(hessian_product(loss, params)(vectors))
 
 
@@ -112,7 +104,7 @@ def hessian_diagonal(
         One tensor per parameter, with standard errors.
 
     Raises:
-        ValueError: For ``n_samples`` below 1, or a loss that is not a scalar.
+        ValueError: For ``n_samples`` below 1.
 
     Example:
         >>> import torch
@@ -143,7 +135,7 @@ def hessian_trace(
         A 0-dimensional tensor, with its standard error.
 
     Raises:
-        ValueError: For ``n_samples`` below 1, or a loss that is not a scalar.
+        ValueError: For ``n_samples`` below 1.
     """
     check_at_least("n_samples", n_samples, 1)
     return estimate_trace(hessian_product(loss, params), params, n_samples, generator)
@@ -170,8 +162,7 @@ def top_eigenvalue(
         generator: Generator of the random start, on the device of ``params``.
 
     Raises:
-        ValueError: For ``max_iterations`` below 1, ``tolerance`` below 0, or a loss that is not a
-            scalar.
+        ValueError: For ``max_iterations`` below 1 or ``tolerance`` below 0.
 
     Example:
         >>> import torch
@@ -188,14 +179,9 @@ def hessian_product(loss: Tensor, params: Tensors) -> Product:
     """Return a function that multiplies the Hessian with vectors. All calls share one graph.
 
     Raises:
-        ValueError: If the loss is not a real scalar.
-        RuntimeError: If a function in the graph has no second derivative.
+        RuntimeError: If the loss is not a real scalar, or a function in the graph has no second
+            derivative.
     """
-    if loss.ndim or loss.is_complex():
-        raise ValueError(
-            f"The loss must be one real number, got a tensor of shape {tuple(loss.shape)} and "
-            f"type {loss.dtype}. Take its mean or sum."
-        )
     gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
     _check_differentiable(gradients)
     # A gradient without a graph is a constant: its row of the Hessian is zero.
@@ -241,7 +227,7 @@ def estimate_trace(
         return [torch.stack([part.sum() for part in parts]).sum()]
 
     average = _average(draw, n_samples)
-    return Estimate(average.value[0], average.standard_error[0], n_samples)
+    return Estimate(average.value[0], average.standard_error[0])
 
 
 def largest_eigenvalue(
@@ -353,4 +339,4 @@ def _average(draw: Callable[[], list[Tensor]], n_samples: int) -> Estimate[tuple
         errors = [torch.full_like(mean, torch.nan) for mean in means]
     else:
         errors = [(square / (n_samples - 1) / n_samples).sqrt() for square in squares]
-    return Estimate(tuple(means), tuple(errors), n_samples)
+    return Estimate(tuple(means), tuple(errors))

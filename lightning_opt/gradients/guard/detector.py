@@ -18,7 +18,6 @@ from lightning_opt.core.numerics.scalars import (
     Scalar,
     move,
     stack_scalars,
-    wide_dtype,
 )
 from lightning_opt.core.numerics.statistics import BEYOND, WITHIN, DeviceBands, LogBand
 
@@ -60,10 +59,7 @@ def mean_loss(
     """
     if not losses:
         return 0.0
-    device = losses[0].device
-    summed = losses[0]
-    if len(losses) > 1:
-        summed = torch.stack([move(loss, device) for loss in losses]).sum(dtype=wide_dtype(device))
+    summed = losses[0] if len(losses) == 1 else stack_scalars(losses).sum()
     total: Scalar = summed.item() if read else summed
     if loss_scale is not None:
         total = total / loss_scale

@@ -219,12 +219,8 @@ def describe(event: Event) -> str:
     """Return one sentence about an event."""
     where = f"at step {event['step']} (epoch {event['epoch']}, batch {event['batch_idx']}"
     where += f", rank {', '.join(map(str, event['ranks']))})" if event["ranks"] else ")"
-    names = shorten(event["parameters"], 3)
+    names, more = ", ".join(event["parameters"][:3]), event["parameters_total"] - 3
+    if more > 0:
+        names += f" and {more} more"
     fault = KINDS[event["kind"]][0].format(**event)
     return f"{where} {fault}" + (f" ({names})" if names else "")
-
-
-def shorten(names: list[str], limit: int) -> str:
-    """Return the first ``limit`` names, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -32,7 +32,6 @@ from lightning_opt.gradients.guard.events import (
     StepRecord,
     describe,
     merged_events,
-    shorten,
 )
 from lightning_opt.gradients.guard.snapshot import BufferBackup, Snapshot
 from lightning_opt.trainer.run_callback import RunCallback
@@ -368,17 +367,15 @@ class NonFiniteGuard(GradientCallback):
         return [Verdict("stability", "look", finding, KINDS[newest["kind"]][1], gain=share)]
 
     def report(self) -> Report:
-        """Return a table of the newest events, one per row, and the run's counts as a note."""
+        """Return a table of the newest 20 events, and the run's counts as a note."""
         scalars = self.escalation.scalars()
         counts = ", ".join(f"{key[6:]} {value:g}" for key, value in scalars.items())
         title = f"NonFiniteGuard(policy={self.escalation.policy!r})"
         rows = [
-            {**event, "parameters": shorten(event["parameters"], 2)} for event in self.events[-20:]
+            {**event, "parameters": ", ".join(event["parameters"][:2])}
+            for event in self.events[-20:]
         ]
-        notes = [f"After {self._steps} steps: {counts}."]
-        if len(self.events) > len(rows):
-            notes.insert(0, f"The newest {len(rows)} of {len(self.events)} events.")
-        return Report(title, rows, notes)
+        return Report(title, rows, [f"After {self._steps} steps: {counts}."])
 
     def release(self, trainer: pl.Trainer) -> None:
         """Undo all changes to the optimizers and drop references to the model."""

@@ -2,7 +2,7 @@
 
 Norms of healthy models differ by many orders of magnitude. Measurements are therefore compared with
 the run's own history and with the other layers. Most findings must appear in several reports in a
-row before they become an issue. An issue is dropped after two reports without the finding.
+row before they become an issue. An issue is dropped at the first report without the finding.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ ADVICE = {
 
 REPORTS_NEEDED = {"vanishing": 2, "dead": 3, "bottleneck": 2, "stale": 2}
 """Reports in a row before a finding becomes an issue; 1 for other types."""
-
-REPORTS_TO_CLEAR = 2
 
 OVERFLOW_STREAK = 20
 """Non-finite steps in a row at which they stop counting as overflows of the loss scaler.
@@ -110,7 +108,7 @@ class Evidence:
         normalisation layers (gains and biases) have another scale.
         """
         live = [layer for layer in self.layers if layer.trained and layer.flow]
-        weights = [layer for layer in live if layer.has_matrix]
+        weights = [layer for layer in live if any(p.matrix for p in layer.trained)]
         return {layer.name: layer.flow for layer in (weights if len(weights) >= 3 else live)}
 
     def finite(self) -> list[float]:
@@ -145,8 +143,6 @@ def _find_nonfinite(evidence: Evidence) -> list[Issue]:
     # The backward pass reaches the last of these layers first.
     place = hit[-1].name
     detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
-    if len(hit) > 1:
-        detail += "; this one is nearest to the loss, where the backward pass met it first"
     return [Issue(kind, CRITICAL, place, detail)]
 
 
@@ -246,18 +242,13 @@ class Persistence:
         self._tracks: dict[str, dict[str, Any]] = {}
 
     def update(self, findings: Sequence[Issue]) -> None:
-        found = {self._key(finding): finding for finding in findings}
-        tracks = {
-            key: {**track, "missed": track["missed"] + 1}
-            for key, track in self._tracks.items()
-            if key not in found and _is_issue(track) and track["missed"] + 1 < REPORTS_TO_CLEAR
-        }
-        for key, finding in found.items():
-            track = self._tracks.get(key, {"seen": 0, "issue": asdict(finding)})
+        before, self._tracks = self._tracks, {}
+        for finding in findings:
+            key = self._key(finding)
+            track = before.get(key, {"seen": 0, "issue": asdict(finding)})
             # NaN weights make every layer's gradient NaN, so only the first place is informative.
             issue = track["issue"] if key == "nonfinite" else asdict(finding)
-            tracks[key] = {"seen": track["seen"] + 1, "missed": 0, "issue": issue}
-        self._tracks = tracks
+            self._tracks[key] = {"seen": track["seen"] + 1, "issue": issue}
 
     def _key(self, finding: Issue) -> str:
         if finding.type in ("nan", "inf"):

@@ -54,7 +54,7 @@ def layer_rows(layers: Sequence[LayerStats], issues: Sequence[Issue]) -> list[di
                 "zeros": None if layer.zeros is None else f"{layer.zeros:.1%}",
                 "update": layer.update,
                 "noise": layer.noise if layer.trained else None,
-                "state": state or ("ok" if layer.trained else layer.status),
+                "state": state or ("ok" if layer.trained else layer.parameters[0].status),
             }
         )
     return rows
@@ -223,15 +223,16 @@ class GradientHealth(GradientCallback):
 
     def diagnose(self) -> list[Verdict]:
         """Return the worst issue, for the doctor."""
-        summary, issues = self.summary(), self.issues
-        if issues:
-            lost = float(issues[0].severity == CRITICAL)
-            return [Verdict("gradients", "look", f"{issues[0]}", issues[0].advice, gain=lost)]
+        if self.issues:
+            worst = self.issues[0]
+            lost = float(worst.severity == CRITICAL)
+            return [Verdict("gradients", "look", f"{worst}", worst.advice, gain=lost)]
         if not any(record.reported_step for record in self._records.values()):
             finding = "GradientHealth has made no report yet."
             return [Verdict("gradients", "unknown", finding, "Train longer, or report more often.")]
-        finding = f"{summary.sentence[0].upper()}{summary.sentence[1:]}."
-        if summary.status == "healthy":
+        status, sentence = self.summary()
+        finding = f"GradientHealth: {sentence}."
+        if status == "healthy":
             return [Verdict("gradients", "ok", finding)]
         return [Verdict("gradients", "look", finding, "NonFiniteGuard() skips such steps.")]
 

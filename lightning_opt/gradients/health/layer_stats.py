@@ -88,16 +88,6 @@ class LayerStats:
     def trained(self) -> list[ParameterStats]:
         return [p for p in self.parameters if p.status == TRAINED]
 
-    @property
-    def status(self) -> str:
-        """``"trained"`` if any parameter is trained, else the first status by alphabet."""
-        kinds = {p.status for p in self.parameters}
-        return TRAINED if TRAINED in kinds or not kinds else min(kinds)
-
-    @cached_property
-    def has_matrix(self) -> bool:
-        return any(p.matrix for p in self.trained)
-
     @cached_property
     def weights(self) -> list[ParameterStats]:
         """The trained parameters with at least two dimensions; without any, all trained ones."""

@@ -226,8 +226,7 @@ class ActivationWatch:
         first = bad.to(torch.int8).argmax()[None]
         is_nan = values.index_select(0, first).isnan()  # `values[first]` would read it
         found = torch.cat([bad.any()[None], first, is_nan])
-        last = self._batches[-1][2] if self._batches else None
-        self._batches.append((*self._batch, last if last == names else names, found))
+        self._batches.append((*self._batch, names, found))
 
     def take(self, *, scaled: bool) -> tuple[Issue, ...]:
         """Return the first bad output since the last call, if any. Waits for the device.

@@ -101,11 +101,10 @@ class OptimizerHealth:
         self._window, self._first = NormWindow(), self.steps + 1
         self._count_nonfinite(totals, scaled)
         medians = [entry["median"] for entry in self.timeline]
-        bad = any(not math.isfinite(total) for _, total in totals)
         evidence = Evidence(
             layers=self.layers,
             totals=totals,
-            overflows=bad and scaled and self._streak < OVERFLOW_STREAK,
+            overflows=scaled and self._streak < OVERFLOW_STREAK,
             early=medians[0] if medians else None,
             typical=statistics.median(medians) if medians else None,
         )

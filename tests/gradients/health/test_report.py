@@ -123,12 +123,12 @@ def run(reports: list[str]) -> list[set[str]]:
     ("reports", "expected"),
     [
         (["dead"] * 3, [set(), set(), {"dead"}]),
-        (["vanishing", "vanishing", "", ""], [set(), {"vanishing"}, {"vanishing"}, set()]),
+        (["vanishing", "vanishing", ""], [set(), {"vanishing"}, set()]),
         (["vanishing", "", "vanishing", ""], [set()] * 4),  # not consecutive
-        (["nan", "", ""], [{"nan"}, {"nan"}, set()]),
+        (["nan", ""], [{"nan"}, set()]),
     ],
 )
-def test_issues_need_reports_in_a_row_and_clear_after_two(reports, expected):
+def test_issues_need_reports_in_a_row_and_clear_without_the_finding(reports, expected):
     assert run(reports) == expected
 
 
