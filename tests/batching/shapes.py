@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from tests.batching.nets import SharpnessAware
-
 WIDTH, CLASSES, LENGTH = 6, 3, 5
 
 
@@ -49,20 +47,6 @@ class Rows(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-
-class Molecules:
-    """Like chemprop's batch of molecules: it has a length, and cannot be sliced."""
-
-    def __init__(self, atoms: list[Tensor]) -> None:
-        self.atoms = torch.cat(atoms)
-        self.owner = torch.arange(len(atoms)).repeat_interleave(torch.tensor([*map(len, atoms)]))
-
-    def __len__(self) -> int:
-        return int(self.owner.max()) + 1
-
-    def sums(self) -> Tensor:
-        return torch.zeros(len(self), WIDTH).index_add(0, self.owner, self.atoms)
 
 
 class Step(LightningModule):
@@ -140,15 +124,6 @@ class Detector(Step):
         return torch.stack(losses).mean()
 
 
-class Crops(Step):
-    def loss(self, batch: Any) -> Tensor:
-        crops, y = batch
-        return F.cross_entropy(sum(map(self.layer, crops)), y)
-
-    def samples(self, batch: Any) -> int:
-        return len(batch[1])
-
-
 class Tokens(Step):
     """The loss is a mean over labelled tokens."""
 
@@ -224,8 +199,6 @@ class HardExamples(Step):
 class Teacher(Step):
     """A moving average of the weights is written in the step."""
 
-    through_data = False
-
     def build(self) -> None:
         super().build()
         self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
@@ -233,23 +206,11 @@ class Teacher(Step):
     @torch.no_grad()
     def follow(self) -> None:
         for mean, own in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
-            mean = mean.data if self.through_data else mean
             mean.mul_(0.9).add_(own, alpha=0.1)
 
     def loss(self, batch: Any) -> Tensor:
         self.follow()
         return super().loss(batch) + (self.layer(batch[0]) - self.teacher(batch[0])).pow(2).mean()
-
-
-class DataTeacher(Teacher):
-    through_data = True
-
-
-class AssignedTeacher(Teacher):
-    @torch.no_grad()
-    def follow(self) -> None:
-        for mean, own in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
-            mean.data = mean.data * 0.9 + own.data * 0.1
 
 
 class HiddenTeacher(Teacher):
@@ -281,16 +242,6 @@ class MomentumContrast(Teacher):
         self.queue[start : start + len(x)] = key
         self.pointer.fill_((start + len(x)) % len(self.queue))
         return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
-
-
-class Annealing(Step):
-    """The weight of a penalty grows with each call."""
-
-    calls = 0
-
-    def loss(self, batch: Any) -> Tensor:
-        self.calls += 1
-        return super().loss(batch) + 0.1 * self.calls * self.layer.weight.square().sum()
 
 
 class Environment:
@@ -342,11 +293,6 @@ class Accuracy(Step):
         return loss
 
 
-class Sharp(Step):
-    def configure_optimizers(self) -> Any:
-        return SharpnessAware(self.parameters(), lr=0.1)
-
-
 class Longest(Step):
     """Cuts inputs to the longest sample, though the mask is as wide as that of the batch."""
 
@@ -366,14 +312,6 @@ class Graphs(Step):
         from torch_geometric.nn import global_mean_pool
 
         return super().loss((global_mean_pool(batch.x, batch.batch), batch.y))
-
-
-class Molecular(Step):
-    def samples(self, batch: Any) -> int:
-        return len(batch.x)
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss((batch.x.sums(), batch.y))
 
 
 # --- samples, and how they are put together ------------------------------------------------------
@@ -420,11 +358,6 @@ def detection(samples: list[Any]) -> Any:
         for image, y in samples
     ]
     return tuple(images), tuple(targets)
-
-
-def crops(samples: list[Any]) -> Any:
-    x, y = default_collate(samples)
-    return [x, 0.5 * x, 0.1 * x, x.square()], y
 
 
 def padded(samples: list[Any]) -> dict[str, Tensor]:
@@ -479,15 +412,6 @@ def graphs(samples: list[Any]) -> Any:
     return Batch.from_data_list([Data(x=x, y=y.reshape(1)) for x, y in samples])
 
 
-class TrainingBatch(NamedTuple):
-    x: Molecules
-    y: Tensor
-
-
-def molecules(samples: list[Any]) -> TrainingBatch:
-    return TrainingBatch(Molecules([x for x, _ in samples]), torch.stack([y for _, y in samples]))
-
-
 class Shape(NamedTuple):
     step: type[Step]
     samples: Callable[[int], list[Any]] = points
@@ -511,9 +435,7 @@ SHAPES = {
     "list of (image, class)": Shape(Items, pictures, list),
     "list of (sequence, class)": Shape(Items, sequences, list),
     "detection: lists of images and targets": Shape(Detector, pictures, detection),
-    "list of crops": Shape(Crops, collate=crops),
     "graphs (torch_geometric)": Shape(Graphs, sequences, graphs),
-    "molecules (chemprop)": Shape(Molecular, sequences, molecules),
     "packed sequences": Shape(Packed, sequences, packed),
     "time first, one label per sequence": Shape(TimeFirst, points, labelled_with_time_first),
     "time first, one label per time": Shape(LabelledTimes, points, with_time_first),
@@ -525,13 +447,9 @@ SHAPES = {
     "mixup": Shape(Mixup),
     "hard-example mining": Shape(HardExamples),
     "teacher": Shape(Teacher),
-    "teacher through .data": Shape(DataTeacher),
-    "teacher assigned to .data": Shape(AssignedTeacher),
     "teacher in a list": Shape(HiddenTeacher),
     "MoCo": Shape(MomentumContrast),
-    "annealing counter": Shape(Annealing),
     "reinforcement learning": Shape(Playing),
     "BatchNorm": Shape(Normalized),
     "macro accuracy and roots logged": Shape(Accuracy),
-    "SAM": Shape(Sharp),
 }

@@ -56,8 +56,7 @@ def loaders(kind: type, mode: Any = "max_size_cycle") -> CombinedLoader:
     return CombinedLoader(iterables, mode)
 
 
-@pytest.mark.parametrize("kind", [list, dict])
-@pytest.mark.parametrize("size", [4, "auto"])
+@pytest.mark.parametrize(("kind", "size"), [(list, 4), (dict, "auto")])
 @pytest.mark.filterwarnings("ignore:MicroBatching runs a batch of several loaders whole")
 def test_batch_of_unequal_loaders_runs_whole(kind, size):
     nets = [Two(), Two()]
@@ -71,9 +70,9 @@ def test_batch_of_unequal_loaders_runs_whole(kind, size):
 
 
 @pytest.mark.parametrize(
-    ("mode", "last"), [("max_size_cycle", (8, 8)), ("max_size", (8,)), ("min_size", None)]
+    ("kind", "mode", "last"),
+    [(list, "max_size_cycle", (8, 8)), (dict, "max_size", (8,)), (list, "min_size", None)],
 )
-@pytest.mark.parametrize("kind", [list, dict])
 def test_accumulation_counts_the_samples_of_all_loaders(kind, mode, last):
     net, expected = Two(), Two().double()
     quiet_trainer(callbacks=[lo.Accumulation(3)]).fit(net, loaders(kind, mode))

@@ -141,17 +141,15 @@ def test_every_kind_of_loader_gets_the_size_and_serves_each_sample_once(source):
         (1, None, 4, 3),
     ],
 )
-@pytest.mark.parametrize("find", ["largest", "fastest"])
-def test_step_keeps_its_samples(accumulate, keep, fits, size, find):
+def test_step_keeps_its_samples(accumulate, keep, fits, size):
     samples = keep or 6 * accumulate
     net, reference = Net(fits), Net()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=keep, find=find)
+    callback = lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=keep)
     trainer = fit(
         net, callback, loader_of(36, 6, shuffle=False), accumulate_grad_batches=accumulate
     )
     assert net.samples_per_step == [samples] * (36 // samples)
-    if find == "largest":
-        assert len(net.epochs[0][0]) == callback.size == size
+    assert len(net.epochs[0][0]) == callback.size == size
     assert trainer.accumulate_grad_batches == accumulate  # restored
     quiet_trainer().fit(reference, loader_of(36, samples, shuffle=False))
     assert_same_weights(net, reference, rtol=0.0, atol=1e-6)
@@ -170,15 +168,6 @@ def test_accumulation_averages_short_windows_exactly():
     assert len(net.epochs[0][0]) == 5
     weight = net.layer.weight.double()
     torch.testing.assert_close(weight, reference.layer.weight, rtol=0.0, atol=1e-6)
-
-
-def test_training_with_the_loaders_own_size_is_bit_identical():
-    with_it, without = Net(), Net()
-    for net, callbacks in (with_it, [lo.DynamicBatchSize(budget_mb=PLENTY)]), (without, []):
-        torch.manual_seed(3)
-        quiet_trainer(callbacks=callbacks).fit(net, loader_of())
-    assert with_it.epochs == without.epochs
-    assert_same_weights(with_it, without)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])

@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,12 +13,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
+from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.measure.memory import MB
+from tests.batching.nets import run_out
 from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
@@ -121,8 +125,8 @@ class Uncopied(Wide):
         return super().training_step(batch, batch_idx)
 
 
-class Pairs(Wide):
-    """Its teardown needs its setup."""
+class WholeRun(Wide):
+    """Needs its setup, a validation after each epoch, and a schedule that ends after 8 steps."""
 
     def setup(self, stage: str) -> None:
         self.resource = object()
@@ -130,14 +134,18 @@ class Pairs(Wide):
     def teardown(self, stage: str) -> None:
         del self.resource
 
-
-class Validated(Wide):
-    """Depends on a validation after each epoch."""
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("lr", self.lr_schedulers()[0].get_last_lr()[0])  # type: ignore[index]
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return [optimizer], [{"scheduler": plateau, "monitor": "val/loss"}]
+        optimizer, schedules = super().configure_optimizers(), torch.optim.lr_scheduler
+        cycle = {
+            "scheduler": schedules.OneCycleLR(optimizer, 0.1, total_steps=8),
+            "interval": "step",
+        }
+        plateau = {"scheduler": schedules.ReduceLROnPlateau(optimizer), "monitor": "val/loss"}
+        return [optimizer], [cycle, plateau]
 
     def on_train_epoch_end(self) -> None:
         assert "val/loss" in self.trainer.callback_metrics
@@ -149,20 +157,7 @@ class Validated(Wide):
         return DataLoader(loader_of(8).dataset)
 
 
-class Scheduled(Wide):
-    """Its schedule raises after 8 steps, and it reads the rate in each step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("lr", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
-        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
-
-
-class ByHand(Scheduled):
+class ByHand(WholeRun):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -172,28 +167,27 @@ class ByHand(Scheduled):
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
-        self.lr_schedulers().step()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("kind", [Uncopied, Pairs, Validated, Scheduled, ByHand])
-@pytest.mark.filterwarnings("ignore:Trials of batch sizes use these objects")
-def test_models_that_depend_on_a_whole_run(kind):
-    settings, rule = {"budget_mb": 10**6, "max_size": 16}, {"scale_lr": "linear"}
-    model = kind()
-    found = lo.find_batch_size(quiet_trainer(), model, loader_of(64), mode="fastest", **settings)
-    assert found.largest == 16
-    if kind is Uncopied:
-        assert model.first.settings[0]["seen"] == []
-    model, callback = kind(), lo.DynamicBatchSize(**settings, **rule)
-    trainer = quiet_trainer(callbacks=[callback], max_epochs=2)
-    trainer.fit(model, loader_of(64))
-    assert (callback.size, trainer.global_step) == (16, 8)
+        self.lr_schedulers()[0].step()  # type: ignore[index]
 
 
 @lightnings_own
-def test_objects_that_cannot_be_copied_are_named():
+def test_objects_that_cannot_be_copied_are_shared_and_named():
+    model = Uncopied()
     with pytest.warns(UserWarning, match="may change them: lock, generator"):
-        lo.find_batch_size(quiet_trainer(), Uncopied(), loader_of(64), max_size=16)
+        found = lo.find_batch_size(quiet_trainer(), model, loader_of(64), max_size=16)
+    assert found.largest == 16
+    assert model.first.settings[0]["seen"] == []  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", [WholeRun, ByHand])
+@pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key")  # for ByHand
+def test_models_that_depend_on_a_whole_run(kind):
+    settings = {"budget_mb": 10**6, "max_size": 16}
+    callback = lo.DynamicBatchSize(find="fastest", scale_lr="linear", **settings)
+    trainer = quiet_trainer(callbacks=[callback], max_epochs=2)
+    trainer.fit(kind(), loader_of(64))
+    assert callback.found.largest == 16
+    assert trainer.global_step == 2 * 64 // callback.size
 
 
 class Average(EMAWeightAveraging):
@@ -321,7 +315,7 @@ def find_with_a_small_rank() -> dict[str, Any]:
                     if where in ("forward", "guarded"):
                         raise torch.OutOfMemoryError("planted")
                     if where == "backward":
-                        loss.register_hook(_run_out)
+                        loss.register_hook(run_out)
                 self.log("mean", loss, sync_dist=True)
                 return loss
 
@@ -349,10 +343,6 @@ def find_with_a_small_rank() -> dict[str, Any]:
     return results
 
 
-def _run_out(gradient: Tensor) -> None:
-    raise torch.OutOfMemoryError("planted")
-
-
 @pytest.mark.distributed
 def test_ranks_find_the_same_size_and_none_waits_for_a_failed_one():
     first, second = launch(find_with_a_small_rank)
@@ -363,33 +353,15 @@ def test_ranks_find_the_same_size_and_none_waits_for_a_failed_one():
     assert first["then"] == (60, 4)
 
 
-def error_under_fsdp2() -> str:
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    class Parallel(Wide):
-        def configure_model(self) -> None:
-            pass
-
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    try:
-        lo.find_batch_size(quiet_trainer(devices=2, strategy=strategy), Parallel(), loader_of(64))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.distributed
-def test_strategies_with_collectives_in_a_pass_raise():
-    for message in launch(error_under_fsdp2):
-        assert "ModelParallelStrategy" in message
-        assert "strategy='ddp'" in message
-
-
 def test_incompatible_settings_raise():
     with pytest.raises(ValueError, match="mode must be"):
         lo.find_batch_size(quiet_trainer(), Wide(), loader_of(), mode="best")
     with pytest.raises(ValueError, match="not a torch DataLoader"):
         lo.find_batch_size(quiet_trainer(), Wide(), [[torch.randn(4, 8)]])
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    trainer = SimpleNamespace(world_size=2, strategy=strategy)
+    with pytest.raises(ValueError, match=r"ModelParallelStrategy.*strategy='ddp'"):
+        Trials(trainer, Wide(), [], 0.9, None)  # type: ignore[arg-type]
     model = Wide()
     model.norm = nn.Identity()  # type: ignore[assignment]  # accepts one sample
     trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=1.0)])

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import ranks as ranks_module
-from tests.batching.nets import Hooks, Net, Samples, counting_ddp
+from tests.batching.nets import Hooks, Net, Samples, counting_ddp, run_out
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import FSDPOnCPU, quiet_trainer
@@ -185,9 +185,6 @@ def end_badly(how: str) -> str:
                 if how == "reduction":  # in a size that has fitted before
                     output["loss"].register_hook(run_out)
             return output
-
-    def run_out(gradient: Tensor) -> None:
-        raise torch.OutOfMemoryError("planted in the reduction")
 
     model = Shared((20, 20), (10**9, 0)) if how == "hopeless" else Fails((20, 20))
     micro = lo.MicroBatching(4 if how == "parts" else "auto")
