@@ -166,30 +166,6 @@ class Residual(Architecture):
         return self.Block()
 
 
-class Keywords(Architecture):
-    """Keyword inputs, among them a tensor in a dict and None."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(
-            self, x: Tensor, *, mask: Tensor | None = None, options: dict[str, Any]
-        ) -> Tensor:
-            x = F.dropout(torch.tanh(self.linear(x)), options["p"]) * options["scale"]
-            return x if mask is None else x * mask
-
-    def block(self) -> nn.Module:
-        return self.Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        options = {"scale": x.mean().exp(), "p": 0.25}
-        for index, layer in enumerate(self.layers):
-            x = layer(x, mask=(x > -1).float() if index % 2 else None, options=options)
-        return x
-
-
 class SharedBlock(Transformer):
     """One block for all depths, as in ALBERT."""
 
@@ -198,16 +174,23 @@ class SharedBlock(Transformer):
 
 
 class Nested(Architecture):
-    """Blocks with a dict of tuples as input and output, a part of which is used elsewhere."""
+    """Keyword inputs, and a dict of tuples as input and output, a part of which is used elsewhere.
+
+    The keys are not sorted.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        def forward(
+            self, state: dict[str, Any], *, mask: Tensor | None = None, options: dict[str, Any]
+        ) -> dict[str, Any]:
             left, right = state["pair"]
             left, right = torch.tanh(self.left(right)), torch.sigmoid(self.right(left))
+            left = F.dropout(left, options["p"]) * options["scale"]
+            left = left if mask is None else left * mask
             return {"pair": (left, right), "count": state["count"] + 1, "extra": [left * right]}
 
     def block(self) -> nn.Module:
@@ -215,21 +198,12 @@ class Nested(Architecture):
 
     def forward(self, x: Tensor) -> Tensor:
         state: dict[str, Any] = {"pair": (x, x), "count": 0}
+        options = {"scale": x.mean().exp(), "p": 0.25}
         extras = []
-        for layer in self.layers:
-            state = layer(state)
+        for index, layer in enumerate(self.layers):
+            state = layer(state, mask=(x > -1).float() if index % 2 else None, options=options)
             extras += state["extra"]
         return torch.stack([*state["pair"], *extras]).sum(0) / state["count"]
-
-
-class Frozen(Transformer):
-    """The first half is frozen, and a later block except its bias."""
-
-    def build(self) -> None:
-        super().build()
-        for layer in list(self.layers)[: self.blocks // 2]:
-            layer.requires_grad_(False)
-        self.layers[-1].linear1.weight.requires_grad_(False)
 
 
 class Autocast(Transformer):
@@ -307,7 +281,13 @@ class GradientPenalty(Architecture):
 
 
 class StochasticDepth(Transformer):
-    """Blocks that are skipped at random."""
+    """Blocks that are skipped at random. The first half is frozen, and a later block in part."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in list(self.layers)[: self.blocks // 2]:
+            layer.requires_grad_(False)
+        self.layers[-1].linear1.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -341,10 +321,8 @@ ARCHITECTURES: dict[str, Callable[[], Architecture]] = {
         Recurrent,
         Adversarial,
         Residual,
-        Keywords,
         SharedBlock,
         Nested,
-        Frozen,
         Autocast,
         UNet,
         EncoderDecoder,

@@ -1,6 +1,5 @@
 """Tensor parallelism and the 2D mesh: the weights of one process, and the memory of each rank."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,25 +156,3 @@ def test_weights_and_memory_agree_with_one_process(kind: str, processes: int) ->
             assert found["saved"]["layers.0.down"] == one["saved"]["layers.0.down"] / 2
             for mine, whole in zip(found["recomputed"], one["recomputed"], strict=True):
                 assert 0.4 * whole <= mine <= 0.75 * whole
-
-
-class RunsOut(Net):
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        raise MemoryError("planted")
-
-
-def run_out(folder: str) -> None:
-    model = RunsOut("tensor")
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
-    trainer = quiet_trainer(
-        callbacks=[lo.MemoryProfiler()], strategy=strategy, devices=2, default_root_dir=folder
-    )
-    with pytest.raises(MemoryError):
-        trainer.fit(model)
-
-
-def test_out_of_memory_report_names_parameters_and_gradients(tmp_path: Path) -> None:
-    launch(run_out, str(tmp_path))
-    text = (tmp_path / "out_of_memory.txt").read_text()
-    assert "layers.0.up.weight " in text
-    assert "layers.0.up.weight.grad " in text

@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.batch_plan import (
     BudgetError,
     batch_shapes,
-    growth,
-    to_plan,
 )
 from lightning_opt.memory.checkpointing.policies import AppliedPlan
-from lightning_opt.memory.checkpointing.step_profile import Option
 from lightning_opt.memory.meters import (
     StorageMeter,
     bucket_bytes,
@@ -79,20 +75,6 @@ def measured_peak(callback: ActivationCheckpointing, model: Wide) -> int:
         applied.undo()
 
 
-def test_block_that_was_skipped_while_measuring_is_recomputed_if_another_is() -> None:
-    blocks = find_blocks(Wide())[:4]
-    keep, full = Option(None, 8, 0.0), Option(frozenset(), 0, 1.0)
-    part = Option(frozenset({("aten.mm.default", 0)}), 4, 0.5)
-    plan = to_plan(blocks, {blocks[0].name: keep, blocks[1].name: full, blocks[3].name: part})
-    treatments = {group.blocks[0]: group.treatment for group in plan}
-    assert treatments == {
-        blocks[1]: "recomputed",
-        blocks[2]: "recomputed",
-        blocks[3]: "recomputed in part",
-    }
-    assert to_plan(blocks, {blocks[0].name: keep}) == []
-
-
 @pytest.mark.parametrize("budget", [0.35, 0.5, 0.7, 1.0])
 def test_budget_as_share_is_met_and_predicted(budget: float) -> None:
     callback = ActivationCheckpointing("auto", budget=budget)
@@ -144,28 +126,6 @@ def test_nothing_is_recomputed_without_a_budget_if_everything_fits() -> None:
     assert callback.step_plan is not None
 
 
-def test_larger_batch_gets_its_own_plan() -> None:
-    model = Wide()
-    model.sizes = [32, 128, 128, 32]
-    probe = ActivationCheckpointing("auto", budget_mb=10**4)
-    fit(probe, model, max_steps=1)
-    assert probe.step_plan is not None
-    standing = standing_bytes(model, [model.configure_optimizers()])
-    allowed = standing + 2 * probe.step_plan.profile.unchecked_peak
-    plans = []
-
-    class Recording(ActivationCheckpointing):
-        def on_train_batch_end(self, *args: Any) -> None:
-            plans.append(len(self.plan))
-
-    callback = Recording("auto", budget_mb=allowed / MB)
-    fit(callback, model, max_steps=4)
-    assert plans[0] == plans[3] == 0
-    assert plans[1] == plans[2] > 0
-    callback.plan = callback._step_plans[1].plan
-    assert measured_peak(callback, model) <= allowed - standing
-
-
 def test_worst_batch_is_planned_before_the_first_step() -> None:
     model = Wide()
     model.sizes = [32, 128, 64, 128]
@@ -188,16 +148,11 @@ def test_worst_batch_is_planned_before_the_first_step() -> None:
     model.sizes = [8, 128]
     with pytest.raises(BudgetError):  # and not a warning at the second step
         fit(ActivationCheckpointing("auto", budget=0.01, worst_batch=torch.randn(128, 64)), model)
-    with pytest.raises(ValueError, match=r"worst_batch=.* is for policy 'auto'"):
-        ActivationCheckpointing("every_layer", worst_batch=torch.randn(2))
 
 
 def test_worst_batch_passes_through_batch_transfer_hooks() -> None:
-    seen = []
-
     class Preparing(Wide):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            seen.append(len(batch["x"]))
             return batch["x"]
 
         def train_dataloader(self) -> DataLoader[Any]:
@@ -205,7 +160,6 @@ def test_worst_batch_passes_through_batch_transfer_hooks() -> None:
 
     callback = ActivationCheckpointing("auto", budget=0.6, worst_batch={"x": torch.randn(64, 64)})
     fit(callback, Preparing())
-    assert sorted(seen) == [8, 8, 64]
     assert callback.step_plan is not None
     assert callback.step_plan.shapes == ((64, 64),)
 
@@ -216,45 +170,10 @@ class Pair:
     mask: Tensor | None = None
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda x: x,
-        lambda x: {"x": [x]},
-        lambda x: UserDict(input_ids=x),  # batches of `transformers`
-        lambda x: Pair(x),
-    ],
-)
-def test_shapes_of_any_batch_structure_are_found(wrap: Any) -> None:
-    assert batch_shapes(wrap(torch.zeros(2, 3))) == ((2, 3),)
-
-    class Wrapped(Wide):
-        def training_step(self, batch: Any) -> Any:
-            (x,) = (
-                [batch]
-                if isinstance(batch, Tensor)
-                else batch["x"]
-                if isinstance(batch, dict)
-                else batch.values()
-                if isinstance(batch, UserDict)
-                else [batch.ids]
-            )
-            return super().training_step(x, 0)
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader([wrap(torch.randn(16, 64))], batch_size=None)
-
-    with pytest.raises(BudgetError):
-        fit(ActivationCheckpointing("auto", budget_mb=0.0001), Wrapped())
-
-
-def test_growth_bounds_elements_and_attention() -> None:
-    assert growth(((4, 8), (2,)), ((4, 7), (1,))) < 1
-    assert growth(((4, 8),), ((1, 8), (1,))) == 1
-    assert growth(((4, 8),), ((4, 8),)) == 1
-    assert growth(((4, 8),), ((4, 16),)) == 4  # attention
-    assert growth(((32, 16),), ((1, 512),)) == 32  # as many elements
-    assert growth(((8,),), ((8,), (8,))) == 4
+def test_shapes_of_any_batch_structure_are_found() -> None:
+    x = torch.zeros(2, 3)
+    batches = x, {"x": [x]}, UserDict(input_ids=x), Pair(x)  # UserDict: a batch of `transformers`
+    assert [batch_shapes(batch) for batch in batches] == [((2, 3),)] * 4
 
 
 class Attention(nn.Module):
@@ -299,15 +218,6 @@ def test_32_by_16_then_1_by_512_stays_within_the_budget(worst: bool) -> None:
     assert all(peak <= limit for peak, limit, _ in peaks), peaks
     assert len({limit for _, limit, _ in peaks}) == 1
     assert peaks[0][2] == peaks[2][2], "each shape keeps its plan"
-
-
-@pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget")
-def test_growing_lengths_keep_the_first_limit_and_only_warn() -> None:
-    model = Wide()
-    model.sizes = [32, 64, 128, 256]
-    fit(callback := ActivationCheckpointing("auto", budget=0.5), model, max_steps=4)
-    assert len({planning.limit for planning in callback._step_plans}) == 1
-    assert len(callback._step_plans) > 2
 
 
 def test_measurement_leaves_no_trace() -> None:
@@ -371,9 +281,7 @@ def test_measurement_leaves_no_trace() -> None:
 @pytest.mark.parametrize(
     ("make", "copies"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
-        (lambda p: torch.optim.AdamW(p), 2),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
         (lambda p: torch.optim.Adafactor(p), 50 / 600),  # a row and a column
         (lambda p: transformers.Adafactor(p, lr=0.1, relative_step=False), 50 / 600),
@@ -403,20 +311,3 @@ def test_ddp_buckets_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bucket_bytes(model) == 400
     model.gradient_as_bucket_view = True
     assert bucket_bytes(model) == bucket_bytes(model.module) == 0
-
-
-def test_meter_counts_each_storage_once() -> None:
-    x = torch.randn(1000)
-    with StorageMeter() as meter:
-        y = x * 2
-        assert meter.live() == 4000
-        z = y.view(10, 100)[3]
-        w = torch.empty_like(x)
-        torch.mul(x, 3, out=w)
-        assert meter.live() == 8000
-        del y
-        assert meter.live() == 8000, "a view holds it"
-        del z
-        assert meter.live() == 4000
-        assert meter.mark() == 8000
-        assert meter.mark() == 4000

@@ -76,11 +76,6 @@ def test_offload_is_bit_identical_and_saves_memory(policy: str) -> None:
         assert lower < 0.8 * peak
 
 
-def test_offload_with_auto_raises_in_init() -> None:
-    with pytest.raises(ValueError, match="would change the measurements"):
-        ActivationCheckpointing(offload=True, budget=0.5)
-
-
 def test_offload_raises_with_sharded_and_compiled_models() -> None:
     trainer = quiet_trainer()
     trainer.strategy.__class__ = FSDPStrategy
