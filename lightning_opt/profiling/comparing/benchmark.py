@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 
-from lightning_opt.core.arguments import check_at_least, check_between, check_positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.timing import time_calls, time_in_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs
 from lightning_opt.core.output.report import Report
-from lightning_opt.profiling.comparing.compare import Measured, ratio_columns, verdict_note
+from lightning_opt.profiling.comparing.compare import (
+    TOLERANCE,
+    Measured,
+    ratio_columns,
+    verdict_note,
+)
 
 OFFSET = 0.005
 """Assumed standard deviation of the constant difference between two equal functions in a process.
@@ -68,11 +73,9 @@ def benchmark(
     functions: Callable[[], object] | Mapping[str, Callable[[], object]],
     *,
     warmup: int = 3,
-    iterations: int | None = None,
     min_seconds: float = 0.005,
     rounds: int = 30,
     device: torch.device | str | None = None,
-    tolerance: float = 0.01,
 ) -> BenchmarkResult:
     """Time functions in turns, and test whether they differ.
 
@@ -81,20 +84,16 @@ def benchmark(
     Its 95% interval allows for outliers and for correlated rounds. It also allows for a constant
     difference of half a percent, which two equal functions in a process can have.
 
-    ``"no difference"`` means that the interval contains 1, or that the ratio is within
-    ``tolerance`` of 1. It does not prove that the two are equal: a difference as small as the
-    interval is possible.
+    ``"no difference"`` means that the interval contains 1, or that the ratio is within 1% of 1. It
+    does not prove that the two are equal: a difference as small as the interval is possible.
 
     Args:
         functions: One function without arguments, or several by name; the first is the reference.
         warmup: Rounds whose timings are discarded.
-        iterations: Calls per timing, for all functions. None: for each function, as many calls as
-            take ``min_seconds``.
-        min_seconds: Minimum duration of a timing.
+        min_seconds: Minimum duration of a timing, which calls the function repeatedly.
         rounds: Timings of each function.
         device: The device to wait for at both ends of a timing. None: the GPU if torch has
             initialized one, else the CPU.
-        tolerance: Smaller differences count as no difference: 0.01 is one percent.
 
     Raises:
         TypeError: If there is no function.
@@ -111,16 +110,12 @@ def benchmark(
     check_at_least("warmup", warmup, 0)
     check_at_least("rounds", rounds, 2)
     check_positive("min_seconds", min_seconds)
-    check_between("tolerance", tolerance, 0.0, 1.0)
     place = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
     with _automatic_collection_off():
         for function in named.values():
             for _ in range(max(1, warmup)):
                 function()
-        if iterations is None:
-            calls = {name: _calls(function, min_seconds, place) for name, function in named.items()}
-        else:
-            calls = dict.fromkeys(named, check_at_least("iterations", iterations, 1))
+        calls = {name: _calls(function, min_seconds, place) for name, function in named.items()}
         seconds = time_in_turns(
             named,
             rounds=rounds,
@@ -133,12 +128,12 @@ def benchmark(
     ratios = {}
     for name in others:
         pairs = list(zip(seconds[first], seconds[name], strict=True))
-        ratio = compare_pairs([pairs], offset=OFFSET, tolerance=tolerance)
+        ratio = compare_pairs([pairs], offset=OFFSET, tolerance=TOLERANCE)
         if ratio is not None:
             ratios[name] = ratio
     notes = [f"{rounds} rounds, each function once a round; garbage collected between rounds."]
     if ratios:
-        notes.append(verdict_note(ratios, tolerance))
+        notes.append(verdict_note(ratios))
     return BenchmarkResult(seconds, ratios, calls, notes)
 
 

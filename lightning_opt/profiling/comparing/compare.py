@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_opt.core.arguments import check_at_least, check_between, check_positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.measure.timing import rotated, take_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs
@@ -27,6 +27,9 @@ OFFSET = 0.008
 """Assumed standard deviation of log(ratio) for two equal runs, each in its own process. It was
 0.006 including noise in 100 comparisons of equal runs, with two starts each. To measure it again,
 run ``comparing_calibration.py``."""
+
+TOLERANCE = 0.01
+"""Smaller differences count as no difference."""
 
 MAX_SMOOTHED = 10
 """Maximum number of steps over which a loss is averaged."""
@@ -45,13 +48,13 @@ class Measured:
         return self.report.to_markdown()
 
 
-def verdict_note(ratios: Mapping[str, Ratio], tolerance: float) -> str:
+def verdict_note(ratios: Mapping[str, Ratio]) -> str:
     """Explain the verdicts, and state the smallest detectable difference."""
     margin = max(ratio.high / ratio.value - 1 for ratio in ratios.values())
     return (
         "Ratios with 95% intervals. No difference: the interval contains 1, or the ratio is within "
-        f"{100 * tolerance:g}% of it. A difference of less than about "
-        f"{100 * max(margin, tolerance):.1f}% would not have been seen here."
+        f"{TOLERANCE:.0%} of it. A difference of less than about {max(margin, TOLERANCE):.1%} "
+        "would not have been seen here."
     )
 
 
@@ -105,7 +108,7 @@ class Comparison(Measured):
         runs: All steps of each configuration.
     """
 
-    def __init__(self, runs: Mapping[str, Run], *, tolerance: float) -> None:
+    def __init__(self, runs: Mapping[str, Run]) -> None:
         self.runs = dict(runs)
         self.failures = {name: run.failure for name, run in runs.items() if run.failure is not None}
         finished = {name: run for name, run in runs.items() if not run.failure and run.timed}
@@ -117,15 +120,15 @@ class Comparison(Measured):
         if first in finished:
             for name in [name for name in finished if name != first]:
                 pairs = self._pairs(finished[first], finished[name])
-                ratio = compare_pairs(pairs, offset=OFFSET, tolerance=tolerance)
+                ratio = compare_pairs(pairs, offset=OFFSET, tolerance=TOLERANCE)
                 if ratio is not None:
                     ratios[name] = ratio
         self.ratios = ratios
         losses = _losses_after_equal_steps(finished)
         rows = [self._row(run, name == first, losses.get(name)) for name, run in runs.items()]
-        notes = self._notes(finished, first)
+        notes = self._notes(finished)
         if ratios:
-            notes.append(verdict_note(ratios, tolerance))
+            notes.append(verdict_note(ratios))
         super().__init__(Report("Steps of the Trainer", rows, notes), ratios)
 
     def _pairs(self, first: Run, other: Run) -> list[list[tuple[float, float]]]:
@@ -158,14 +161,12 @@ class Comparison(Measured):
         row["loss, equal steps"] = loss
         return row
 
-    def _notes(self, finished: Mapping[str, Run], first: str) -> list[str]:
+    def _notes(self, finished: Mapping[str, Run]) -> list[str]:
         starts = max((len(run.trainings) for run in finished.values()), default=0)
         turns = max((len(t.turns) for run in finished.values() for t in run.trainings), default=0)
         notes = [f"Starts, each in a process of its own: {starts}, with up to {turns} turns."]
         if self._per_sample:
             notes.append("Batches differ in size, so ratios are of seconds per sample.")
-        if first not in finished and len(self.runs) > 1:
-            notes.append(f"{first!r}, the reference of the ratios, has failed.")
         return notes
 
     def to_json(self) -> str:
@@ -215,7 +216,6 @@ def compare(
     seed: int = 0,
     seconds: float | None = None,
     timeout: float = 120.0,
-    tolerance: float = 0.01,
 ) -> Comparison:
     """Train under several Trainer configurations in turns, and test whether they differ.
 
@@ -226,8 +226,8 @@ def compare(
     the other configurations continue.
 
     ``"no difference"`` means that the 95% interval of the ratio to the first configuration
-    contains 1, or that the ratio is within ``tolerance`` of 1. It does not prove that the two are
-    equal. The interval, and a note below the table, give the smallest detectable difference.
+    contains 1, or that the ratio is within 1% of 1. It does not prove that the two are equal.
+    The interval, and a note below the table, give the smallest detectable difference.
 
     A step is one batch. Its time runs from the end of the previous batch to its own end, so it
     includes data and callbacks. Validation and checkpoints are included only if the settings enable
@@ -250,7 +250,6 @@ def compare(
         seconds: Time limit. The result then contains the measurements so far, but at least two
             turns of each run.
         timeout: Maximum seconds for the start of a run, and for each turn.
-        tolerance: Smaller differences count as no difference: 0.01 is one percent.
 
     Raises:
         TypeError: If model, data or settings are not factories.
@@ -281,7 +280,6 @@ def compare(
             f"There must be at least one step per turn: steps is {steps} and rounds {rounds}."
         )
     check_positive("timeout", timeout)
-    check_between("tolerance", tolerance, 0.0, 1.0)
     if seconds is not None:
         check_positive("seconds", seconds)
     end = math.inf if seconds is None else time.monotonic() + seconds
@@ -294,7 +292,7 @@ def compare(
         _train_in_turns(recipe, alive, runs, start, steps, rounds, warmup, deadline)
         if time.monotonic() >= end:
             break
-    return Comparison(runs, tolerance=tolerance)
+    return Comparison(runs)
 
 
 def _train_in_turns(

@@ -116,7 +116,6 @@ def test_failed_reference_leaves_no_ratios():
     result = lo.compare(Net, rows, named, steps=4, rounds=2, starts=1)
     assert result.ratios == {}
     assert row_of(result, "plain")["verdict"] == "nothing to compare with"
-    assert "'broken', the reference of the ratios, has failed." in str(result)
 
 
 def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 4) -> Run:
@@ -129,7 +128,7 @@ def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 
 
 
 def compared(*runs: Run) -> Comparison:
-    return Comparison({run.name: run for run in runs}, tolerance=0.01)
+    return Comparison({run.name: run for run in runs})
 
 
 def test_loss_is_read_after_the_fewest_steps():
