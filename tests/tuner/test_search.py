@@ -187,7 +187,9 @@ def test_late_switches_are_tried_last_on_top_of_gains(
     factors: dict[str, float], pairs: dict[str, Any], best: str
 ) -> None:
     machine = Machine(factors, pairs)
-    assert machine.search(late=("compile",)).run() == tuple(best.split())
+    search = machine.search(late=("compile",))
+    assert search.run() == tuple(best.split())
+    assert search.effects["compile"] in (pytest.approx(0.8), math.inf), "its own share"
     first_late = next(i for i, names in enumerate(machine.tried) if "compile" in names)
     assert first_late >= len(factors) - 1
 

@@ -268,7 +268,7 @@ class _NumPyGenerator:
         if memory is None or memory != self._latest[0]:
             state = np.random.get_state(legacy=False)  # noqa: NPY002
             # The second number of a pair of normal draws is not in the memory.
-            self._latest = (None if state["has_gauss"] else memory, state)  # type: ignore[call-overload]
+            self._latest = (None if state["has_gauss"] else memory, state)
         return functools.partial(self._restore, *self._latest)
 
     def _restore(self, memory: bytes | None, state: Any) -> None:
