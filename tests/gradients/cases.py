@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor, nn
 
 from lightning_opt.core.numerics.scalars import to_plain
@@ -40,9 +39,6 @@ TENSOR_RULES: dict[str, Callable[[], ClippingRule]] = {
     "unit_wise": lambda: UnitWise(clip_factor=0.3, exclude=None),
 }
 ALL_RULES: dict[str, Callable[[], ClippingRule]] = {**NORM_RULES, **TENSOR_RULES}
-
-# The same examples in every run, and no time limit: the machines that run this are shared.
-search = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 every_norm_rule = pytest.mark.parametrize("make", NORM_RULES.values(), ids=list(NORM_RULES))
 every_rule = pytest.mark.parametrize("make", ALL_RULES.values(), ids=list(ALL_RULES))

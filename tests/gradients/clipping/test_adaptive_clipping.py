@@ -1,10 +1,6 @@
 """AdaptiveClipping in a Trainer on one process, against plain torch loops."""
 
-import csv
-import math
-from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +8,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from tests.helpers.models import (
-    FEATURES,
     AdversarialNet,
     SmallNet,
     assert_same_weights,
@@ -49,15 +41,6 @@ def fit(
     trainer = quiet_trainer(**{"logger": logger, **settings}, callbacks=[clipping, *callbacks])
     trainer.fit(model, data)
     return logger, clipping
-
-
-def mean_std_thresholds(norms: Sequence[float], k: float, warmup: int) -> list[float]:
-    """Thresholds of ``MeanStd`` with a raw history and an unlimited window."""
-    history = np.asarray(norms)
-    return [
-        history[:n].mean() + k * history[:n].std() if n >= warmup else math.inf
-        for n in range(len(norms))
-    ]
 
 
 # --- the clip itself ------------------------------------------------------------------------------
@@ -96,51 +79,6 @@ def test_clipping_equals_a_plain_torch_loop(optimizer, accumulate, steps):
     assert max(expected_norms) > MAX_NORM
 
 
-def test_only_parameters_of_the_optimizer_are_clipped():
-    """All groups count as one gradient; a parameter without an optimizer does not count."""
-
-    class TwoGroups(SmallNet):
-        def configure_optimizers(self) -> Optimizer:
-            first, last = self.layer[0], self.layer[2]
-            last.bias.register_hook(lambda gradient: gradient * 1000)
-            groups = [{"params": [last.weight], "lr": 0.01}, {"params": first.parameters()}]
-            return torch.optim.SGD(groups, lr=0.05)
-
-    model, plain = TwoGroups(), TwoGroups()
-    spy = GradientSpy()
-    logger, _ = fit(model, lo.FixedNorm(MAX_NORM), spy)
-
-    optimizer = plain.configure_optimizers()
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    expected = []
-    for inputs, targets in loader_of(STEPS):
-        plain.zero_grad()
-        nn.functional.mse_loss(plain.layer(inputs), targets).backward()
-        expected.append(clip_grad_norm_(held, MAX_NORM).item())
-        optimizer.step()
-    assert logger.series("clip/norm") == pytest.approx(expected, rel=1e-6)
-    assert spy.norms[0] == pytest.approx(np.minimum(expected, MAX_NORM), rel=1e-5)
-    assert_same_weights(model, plain, rtol=1e-5, atol=1e-7)
-
-
-def test_sparse_gradients_equal_dense_ones():
-    class Embedding(SmallNet):
-        def __init__(self, sparse: bool) -> None:
-            super().__init__()
-            torch.manual_seed(3)
-            self.layer = nn.Sequential(nn.Embedding(7, FEATURES, sparse=sparse), self.layer)
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            rows = torch.tensor([[1, 1, 5, 0], [6, 2, 2, 2], [3, 4, 3, 1]] * 3).flatten()
-            return DataLoader(TensorDataset(rows, 5 * torch.ones(len(rows), 1)), batch_size=4)
-
-    sparse, dense = Embedding(sparse=True), Embedding(sparse=False)
-    sparse_log, _ = fit(sparse, lo.FixedNorm(MAX_NORM), limit_val_batches=0)
-    dense_log, _ = fit(dense, lo.FixedNorm(MAX_NORM), limit_val_batches=0)
-    assert sparse_log.series("clip/norm") == pytest.approx(dense_log.series("clip/norm"), rel=1e-6)
-    assert_same_weights(sparse, dense, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_step_without_a_loss_is_not_counted():
     class Skipping(SmallNet):
@@ -151,45 +89,6 @@ def test_step_without_a_loss_is_not_counted():
     (row,) = clipping.report().rows
     assert row["steps"] == len(logger.records) == 8
     assert clipping.state_dict()[0]["rule"]["count"] == 8
-
-
-def test_second_evaluation_of_a_step_is_measured_again():
-    """Sharpness-aware minimisation: Lightning runs the hooks in each evaluation."""
-
-    class Sharpness(torch.optim.SGD):
-        def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
-            loss = closure()
-            held = [p for group in self.param_groups for p in group["params"]]
-            with torch.no_grad():
-                moves = [0.5 * p.grad for p in held]
-                torch._foreach_add_(held, moves)
-            closure()
-            with torch.no_grad():
-                torch._foreach_sub_(held, moves)
-            super().step()
-            return loss
-
-    class SharpNet(SmallNet):
-        def configure_optimizers(self) -> Optimizer:
-            return Sharpness(self.parameters(), lr=0.05)
-
-    model, plain, expected = SharpNet(), SharpNet(), []
-    logger, _ = fit(model, lo.FixedNorm(MAX_NORM))
-
-    optimizer = plain.configure_optimizers()
-    for inputs, targets in loader_of(STEPS):
-
-        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(plain.layer(inputs), targets)
-            loss.backward()
-            expected.append(clip_grad_norm_(plain.parameters(), MAX_NORM).item())
-            return loss
-
-        optimizer.step(closure)
-    # The two sum squares in other orders, and 24 steps carry that on.
-    assert logger.series("clip/norm") == pytest.approx(expected, rel=1e-5)
-    assert_same_weights(model, plain, rtol=1e-5, atol=1e-7)
 
 
 def test_callback_after_clipping_sees_clipped_norms():
@@ -225,20 +124,6 @@ def test_adversarial_training_equals_a_plain_loop():
         assert logger.series(f"clip/{index}/norm") == pytest.approx(trace, rel=1e-6)
         assert min(trace) < MAX_NORM < max(trace)
     assert_same_weights(model, plain, rtol=1e-5, atol=1e-7)
-
-
-def test_each_optimizer_has_its_own_history(tmp_path):
-    rule = lo.MeanStd(k=0.5, window=100, warmup=2)
-    logger, clipping = fit(AdversarialNet(generator_every=2), rule, max_epochs=2)
-    rows = clipping.report().rows
-    assert [(row["optimizer"], row["steps"]) for row in rows] == [(0, STEPS), (1, 2 * STEPS)]
-    for index, row in enumerate(rows):
-        trace = logger.series(f"clip/{index}/norm")
-        expected = mean_std_thresholds(trace, k=0.5, warmup=2)
-        assert logger.series(f"clip/{index}/threshold") == pytest.approx(expected, rel=1e-9)
-        clipped = np.asarray(trace) > expected
-        assert 0 < row["fraction"] == pytest.approx(clipped.mean())
-        assert row["norm"] == trace[-1]
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -282,11 +167,10 @@ def train_plainly_scaled(
 # On a batch of this data the first scale overflows from time to time, the second never.
 @pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_fp16_clips_unscaled_gradients(optimizer, fused, init_scale):
-    expected_norms, expected_scales, expected = train_plainly_scaled(optimizer, init_scale)
+def test_fp16_clips_unscaled_gradients(fused, init_scale):
+    expected_norms, expected_scales, expected = train_plainly_scaled("Adam", init_scale)
     plugin, spy = half_trainer(init_scale)
-    model = SmallNet(optimizer, fused=fused)
+    model = SmallNet("Adam", fused=fused)
     logger, _ = fit(model, lo.FixedNorm(MAX_NORM), spy, plugins=[plugin])
 
     assert spy.scales == expected_scales
@@ -317,10 +201,9 @@ def test_half_precision_weights_are_clipped(precision):
 # --- errors in setup ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_gradient_clip_val_raises(algorithm):
+def test_gradient_clip_val_raises():
     with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5\) would clip twice.*FixedNorm"):
-        fit(SmallNet(), "robust", gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+        fit(SmallNet(), "robust", gradient_clip_val=0.5)
 
 
 def under(strategy: type) -> Any:
@@ -346,15 +229,6 @@ def test_validation_alone_raises_nothing():
 # --- logging --------------------------------------------------------------------------------------
 
 
-class Logging(SmallNet):
-    """Logs its loss, so that the steps of the two can be compared."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        self.log("loss", output["loss"] if isinstance(output, dict) else output)
-        return output
-
-
 EXPECTED_KEYS = {
     "fixed_norm": {"norm", "threshold", "coefficient", "fraction", "nonfinite"},
     "unit_wise": {"norm", "coefficient", "fraction", "nonfinite"},
@@ -363,19 +237,11 @@ EXPECTED_KEYS = {
 
 
 @pytest.mark.parametrize("rule", EXPECTED_KEYS)
-def test_logged_keys_and_steps(rule, tmp_path):
-    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    fit(Logging(), rule, logger=logger, every_n_steps=5, max_epochs=2)
-    with Path(logger.log_dir, "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    ours = {int(row["step"]): row for row in rows if row["clip/norm"]}
-    assert sorted(ours) == [4, 9, 14, 19]
-    assert {key for key in rows[0] if key.startswith("clip/")} == {
-        f"clip/{key}" for key in EXPECTED_KEYS[rule]
-    }
-    # Lightning logs the module's values of the same batch with the same step.
-    losses = [int(row["step"]) for row in rows if row["loss"]]
-    assert losses == list(range(2 * STEPS))
+def test_logged_keys_and_steps(rule):
+    logger, _ = fit(SmallNet(), rule, every_n_steps=5, max_epochs=2)
+    ours = [(step, keys) for step, keys in logger.records if "clip/norm" in keys]
+    assert [step for step, _ in ours] == [4, 9, 14, 19]
+    assert ours[-1][1].keys() == {f"clip/{key}" for key in EXPECTED_KEYS[rule]}
 
 
 def test_other_callbacks_can_monitor_the_norm(tmp_path):
@@ -403,24 +269,13 @@ def test_report_has_steps_norm_and_fraction():
 # --- from run to run ------------------------------------------------------------------------------
 
 
-def test_state_is_kept_for_the_same_model_and_reset_for_another():
-    clipping = lo.AdaptiveClipping()
-    model = SmallNet()
-    for steps in (STEPS, 2 * STEPS):
-        quiet_trainer(callbacks=[clipping]).fit(model)
-        assert clipping.report().rows[0]["steps"] == steps
-    quiet_trainer(callbacks=[clipping]).fit(SmallNet())
-    assert clipping.report().rows[0]["steps"] == STEPS
-
-
-@pytest.mark.parametrize("stop_at", [2, 9], ids=["warm-up", "later"])
-def test_several_optimizers_resume(stop_at, tmp_path):
+def test_several_optimizers_resume(tmp_path):
     def rule() -> lo.ClippingRule:
         return lo.MeanStd(k=0.5, window=100, warmup=3)
 
     class Save(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == stop_at:
+            if batch_idx == 5:
                 trainer.save_checkpoint(tmp_path / "stopped.ckpt")
 
     whole, resumed = AdversarialNet(2), AdversarialNet(2)

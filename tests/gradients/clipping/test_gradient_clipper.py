@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_opt.core.numerics.norms import GradientStep, collect_gradients, measure_norms
@@ -22,7 +20,6 @@ from lightning_opt.gradients.clipping.gradient_clipper import (
 from lightning_opt.gradients.clipping.norm_rules import (
     ClippingRule,
     FixedNorm,
-    NormRule,
     Robust,
     ZClip,
 )
@@ -32,13 +29,12 @@ from tests.gradients.cases import (
     Net,
     both_taken,
     every_rule,
-    search,
     set_gradients,
     statistics_of,
     through_a_file,
 )
 from tests.gradients.references import lognormal_norms
-from tests.helpers.syncs import SyncCounter, take_device_path
+from tests.helpers.syncs import take_device_path
 
 NAN, INF = math.nan, math.inf
 
@@ -89,50 +85,26 @@ def test_rule_clips_and_never_enlarges_a_gradient(make: Any, path: str) -> None:
     assert (after <= before * (1 + 1e-12)).all()
 
 
-def test_clipped_gradient_has_the_norm_of_the_threshold() -> None:
-    class Half(NormRule):
-        def limit(self, norm: Any, state: Any) -> Any:
-            return 0.5 * norm
-
-    net = fresh()
-    set_gradients(net, 3.0, seed=0)
-    before = flat_gradient(net).clone()
-    values = GradientClipper(net, Half()).clip()
-    torch.testing.assert_close(flat_gradient(net), before / 2, rtol=1e-6, atol=0.0)
-    assert values == pytest.approx({"norm": 3.0, "threshold": 1.5, "coefficient": 0.5}, rel=1e-6)
-
-
-faults = st.lists(st.tuples(st.integers(0, 30), st.sampled_from([NAN, INF, -INF])), max_size=6)
-
-
 @both_taken
 @every_rule
 def test_nonfinite_gradient_is_unchanged_and_enters_no_statistic(make: Any, path: str) -> None:
     clean = NORMS[:30]
     expected, state = run(make, clean)
+    steps = list(clean)
+    for place, fault in ((0, NAN), (1, INF), (9, -INF), (20, NAN), (34, INF)):
+        steps.insert(place, (100 + place, fault))
+    gradients, after = run(make, steps)
 
-    @settings(search, max_examples=8)
-    @given(faults=faults)
-    def check(faults: list[tuple[int, float]]) -> None:
-        steps: list[tuple[int, float]] = []
-        for index, step in enumerate([*clean, None]):
-            steps += [(100 + index, fault) for position, fault in faults if position == index]
-            steps += [] if step is None else [step]
-        gradients, after = run(make, steps)
-
-        assert statistics_of(after["rule"]) == statistics_of(state["rule"])
-        assert (after["nonfinite"], after["clipped"]) == (len(faults), state["clipped"])
-        remaining = iter(expected)
-        for (seed, norm), gradient in zip(steps, gradients, strict=True):
-            if math.isfinite(norm):
-                assert torch.equal(gradient, next(remaining))
-            else:
-                net = fresh()
-                set_gradients(net, norm, seed)
-                assert torch.equal(gradient.nan_to_num(), flat_gradient(net).nan_to_num())
-                assert not gradient.isfinite().all()
-
-    check()
+    assert statistics_of(after["rule"]) == statistics_of(state["rule"])
+    assert (after["nonfinite"], after["clipped"]) == (5, state["clipped"])
+    remaining = iter(expected)
+    for (seed, norm), gradient in zip(steps, gradients, strict=True):
+        if math.isfinite(norm):
+            assert torch.equal(gradient, next(remaining))
+        else:
+            net = fresh()
+            set_gradients(net, norm, seed)
+            torch.testing.assert_close(gradient, flat_gradient(net), rtol=0, atol=0, equal_nan=True)
 
 
 @both_taken
@@ -141,7 +113,7 @@ def test_resumed_run_is_bit_exact(make: Any, path: str) -> None:
     steps = [*NORMS[:20], (99, NAN), *NORMS[20:]]
     expected, final = run(make, steps)
     counts = ("steps", "nonfinite", "clipped")
-    for cut in (0, 2, 7, 12, 33):
+    for cut in (2, 12, 33):
         first, state = run(make, steps[:cut])
         second, resumed = run(make, steps[cut:], through_a_file(state))
         for ours, theirs in zip(first + second, expected, strict=True):
@@ -169,8 +141,7 @@ def test_run_resumes_on_another_kind_of_device(make: Any, monkeypatch: pytest.Mo
 
 @both_taken
 @every_rule
-@pytest.mark.parametrize("kind", ["float", "tensor"])
-def test_loss_scale_does_not_change_clipping(make: Any, kind: str, path: str) -> None:
+def test_loss_scale_does_not_change_clipping(make: Any, path: str) -> None:
     """With a fused optimizer the gradients still contain the scale."""
     factor = 2.0**16
     plain, scaled, rule = fresh(), fresh(), make()
@@ -182,13 +153,13 @@ def test_loss_scale_does_not_change_clipping(make: Any, kind: str, path: str) ->
             for parameter in net.parameters():
                 parameter.grad.mul_(by)
             gradients = collect_gradients(net.parameters())
-            scale = torch.tensor(by) if kind == "tensor" and by != 1.0 else by
+            scale = torch.tensor(by) if path == "device" and by != 1.0 else by
             norms = measure_norms(gradients, grad_scale=scale)
             tally.apply(rule, GradientStep(gradients, norms, scale, names))
         torch.testing.assert_close(
             flat_gradient(scaled) / factor,
             flat_gradient(plain),
-            rtol=1e-12 if kind == "float" else 1e-7,  # the scale of a loss scaler is float32
+            rtol=1e-12 if path == "host" else 1e-7,  # the scale of a loss scaler is float32
             atol=0.0,
             equal_nan=True,
         )
@@ -217,31 +188,6 @@ def test_gradient_whose_square_overflows_float32_is_clipped(make: Any) -> None:
     assert 1e-6 < left.norm() < 100.0
     assert (left > 0.0).all()
     assert clipper.state_dict()["nonfinite"] == 0
-
-
-# --- no synchronisation ---------------------------------------------------------------------------
-
-
-@every_rule
-def test_clipping_does_not_wait_for_the_device_between_reports(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take_device_path(monkeypatch)
-    net = fresh()
-    clipper = GradientClipper(net, make())
-    gradients = [copy.deepcopy(net) for _ in NORMS]
-    for copied, (seed, norm) in zip(gradients, NORMS, strict=True):
-        set_gradients(copied, NAN if seed == 9 else norm, seed)
-    with SyncCounter() as syncs:
-        for step, copied in enumerate(gradients):
-            for parameter, source in zip(net.parameters(), copied.parameters(), strict=True):
-                parameter.grad = source.grad
-            clipper.clip()
-            if step == 0:
-                syncs.clear()  # PerParameter lays out its averages
-        assert not syncs.where
-        clipper._tally.read()
-        assert syncs.total == 1
 
 
 # --- against torch --------------------------------------------------------------------------------

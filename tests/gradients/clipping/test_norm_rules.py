@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import zclip
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from lightning_opt.gradients.clipping.norm_rules import (
@@ -26,13 +24,12 @@ from tests.gradients import references
 from tests.gradients.cases import (
     both_paths,
     every_norm_rule,
-    search,
     statistics_of,
     thresholds_of,
 )
 from tests.gradients.references import lognormal_norms
 
-STEPS = 10_000
+STEPS = 2_000
 NAN, INF = math.nan, math.inf
 
 # --- the same thresholds as an independent reference ----------------------------------------------
@@ -99,45 +96,18 @@ def test_zclip_equals_the_package(max_norm: float | None, path: str) -> None:
     assert list(map(float, state["moments"]))[:2] == pytest.approx([mean, var], rel=1e-9)
 
 
-@every_norm_rule
-def test_host_and_device_agree(make: Any) -> None:
-    norms = lognormal_norms(1_000, seed=1)
-    norms[500:560] = [20.0 * norm for norm in norms[500:560]]  # a lasting shift
-    np.testing.assert_allclose(
-        thresholds_of(make(), norms, "device"), thresholds_of(make(), norms, "host"), rtol=1e-12
-    )
-
-
 # --- faults ---------------------------------------------------------------------------------------
-
-
-def run(rule: NormRule, norms: list[float], path: str) -> tuple[list[float], dict[str, Any]]:
-    state = rule.init()
-    return thresholds_of(rule, norms, path, state), statistics_of(state)
-
-
-faults = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([NAN, INF, 0.0])), max_size=12)
 
 
 @both_paths
 @every_norm_rule
-@search
-@given(faults=faults)
-def test_nonfinite_norm_changes_no_statistic(
-    make: Any, path: str, faults: list[tuple[int, float]]
-) -> None:
-    clean = lognormal_norms(40, seed=2)
-    expected, statistics = run(make(), clean, path)
-
-    norms: list[float] = []
-    for index, norm in enumerate([*clean, None]):
-        norms += [fault for position, fault in faults if position == index]
-        norms += [] if norm is None else [norm]
-    thresholds, after = run(make(), norms, path)
-
-    assert after == statistics
-    assert [t for t, n in zip(thresholds, norms, strict=True) if 0 < n < INF] == expected
-    assert not any(map(math.isnan, thresholds))
+def test_norm_of_zero_changes_no_statistic(make: Any, path: str) -> None:
+    norms = lognormal_norms(60, seed=2)
+    with_zeros = [value for norm in norms for value in (0.0, norm)]
+    states = make().init(), make().init()
+    expected = thresholds_of(make(), norms, path, states[0])
+    assert thresholds_of(make(), with_zeros, path, states[1])[1::2] == expected
+    assert statistics_of(states[1]) == statistics_of(states[0])
 
 
 @both_paths
@@ -164,22 +134,10 @@ def steady(steps: int, seed: int) -> list[float]:
     return list(np.exp(0.2 * np.random.default_rng(seed).standard_normal(steps)))
 
 
-def test_hundredfold_spike_is_clipped_to_twofold() -> None:
-    assert over_seeds(lambda s: passes(Robust(), [*steady(500, s), 100.0])[-1]) <= 2.0
-
-
-def test_tenth_spike_in_a_row_is_clipped_to_twofold() -> None:
-    assert over_seeds(lambda s: passes(Robust(), steady(500, s) + [100.0] * 10)[-1]) <= 2.0
-
-
-def test_spike_does_not_raise_later_thresholds() -> None:
-    def rise(seed: int) -> float:
-        norms = steady(400, seed)
-        quiet, spiked = list(norms), list(norms)
-        spiked[300] = 100.0
-        return thresholds_of(Robust(), spiked)[-1] / thresholds_of(Robust(), quiet)[-1]
-
-    assert over_seeds(rise) <= 1.02
+def test_first_and_tenth_spike_in_a_row_are_clipped_to_twofold() -> None:
+    for spikes in (1, 10):
+        norms = [100.0] * spikes
+        assert over_seeds(lambda s, n=norms: passes(Robust(), steady(500, s) + n)[-1]) <= 2.0
 
 
 def test_lasting_shift_is_accepted_within_fifty_steps() -> None:
@@ -209,54 +167,24 @@ def test_without_patience_a_shift_is_accepted_later() -> None:
 
 # --- arguments ------------------------------------------------------------------------------------
 
-WRONG_NUMBERS = [0, -1.0, NAN, INF, True, "1", None]
-WRONG_SHARES = [1.0, -0.1, NAN, True, "0.9", None]
-WRONG_COUNTS = [0, -1, 2.5, NAN, True, "9"]
-NUMBER = "must be a finite number above 0"
-SHARE = "must be a number of at least 0 and below 1"
-ARGUMENTS: list[tuple[type[ClippingRule], str, list[Any], str]] = [
-    (FixedNorm, "max_norm", WRONG_NUMBERS, NUMBER),
-    (FixedValue, "max_value", WRONG_NUMBERS, NUMBER),
-    (MeanStd, "k", WRONG_NUMBERS, NUMBER),
-    (MeanStd, "window", [*WRONG_COUNTS, None, 1], "must be a whole number of at least 2"),
-    (MeanStd, "warmup", [*WRONG_COUNTS, 1], "must be a whole number of at least 2"),
-    (MeanStd, "warmup", [101], "must be at most window"),
-    (MeanStd, "history", ["all", None, True], "'raw', 'clipped'"),
-    (Percentile, "percentile", [-0.1, 100.1, NAN, True, "10"], "must be a number from 0 to 100"),
-    (Percentile, "window", [*WRONG_COUNTS, 1], "must be a whole number of at least 2"),
-    (ZClip, "alpha", WRONG_SHARES, SHARE),
-    (ZClip, "z", WRONG_NUMBERS, NUMBER),
-    (ZClip, "warmup", [*WRONG_COUNTS, 1], "must be a whole number of at least 2"),
-    (ZClip, "max_norm", WRONG_NUMBERS[:-1], NUMBER),
-    (Robust, "k", WRONG_NUMBERS, NUMBER),
-    (Robust, "decay", WRONG_SHARES, SHARE),
-    (Robust, "winsor", WRONG_NUMBERS, NUMBER),
-    (Robust, "warmup", [*WRONG_COUNTS, 1], "must be a whole number of at least 2"),
-    (Robust, "patience", WRONG_COUNTS, "must be a whole number of at least 1"),
-    (Robust, "min_std", WRONG_NUMBERS, NUMBER),
-    (PerParameter, "factor", WRONG_NUMBERS, NUMBER),
-    (PerParameter, "decay", WRONG_SHARES, SHARE),
-    (PerParameter, "warmup", WRONG_COUNTS, "must be a whole number of at least 1"),
-    (PerParameter, "warmup_norm", WRONG_NUMBERS, NUMBER),
-    (UnitWise, "clip_factor", WRONG_NUMBERS, NUMBER),
-    (UnitWise, "eps", WRONG_NUMBERS, NUMBER),
-]
+WRONG: dict[type[ClippingRule], dict[str, Any]] = {
+    FixedNorm: {"max_norm": 0},
+    FixedValue: {"max_value": True},
+    MeanStd: {"k": NAN, "window": 1, "warmup": 101, "history": "all"},
+    Percentile: {"percentile": 100.1, "window": 2.5},
+    ZClip: {"alpha": 1.0, "z": INF, "warmup": 1, "max_norm": "1"},
+    Robust: {"k": -1.0, "decay": 1.0, "winsor": 0, "warmup": 1, "patience": 0, "min_std": None},
+    PerParameter: {"factor": 0, "decay": -0.1, "warmup": 0, "warmup_norm": NAN},
+    UnitWise: {"clip_factor": 0, "eps": INF},
+}
 
 
-@pytest.mark.parametrize(("rule", "name", "wrong", "message"), ARGUMENTS)
-def test_invalid_argument_raises(
-    rule: type[ClippingRule], name: str, wrong: list[Any], message: str
-) -> None:
-    for value in wrong:
-        with pytest.raises(ValueError, match=message) as raised:
+@pytest.mark.parametrize("rule", WRONG, ids=lambda rule: rule.__name__)
+def test_invalid_argument_raises_with_name_and_value(rule: type[ClippingRule]) -> None:
+    for name, value in WRONG[rule].items():
+        with pytest.raises(ValueError, match=name) as raised:
             rule(**{name: value})
-        assert name in str(raised.value)
         assert repr(value) in str(raised.value)
-
-
-def test_percentile_takes_both_ends() -> None:
-    assert Percentile(0).percentile == 0
-    assert Percentile(100.0).percentile == 100.0
 
 
 def test_repr_shows_the_settings() -> None:
