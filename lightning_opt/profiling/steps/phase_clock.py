@@ -47,6 +47,7 @@ _ON_DEVICE = frozenset(
     (TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
      ZEROING, HOOKS, VALIDATION)
 )  # fmt: skip
+_RANKS = {VALIDATION: 1, CHECKPOINT: 2, PROFILER: 3}
 _OWN_HOOKS = {
     "optimizer_step": OPTIMIZER,
     "optimizer_zero_grad": ZEROING,
@@ -67,9 +68,6 @@ _OWN_HOOKS = {
     "train_dataloader": SETUP,
     "val_dataloader": SETUP,
 }
-_GRADIENT_HOOKS = frozenset(
-    ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
-)
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
@@ -78,32 +76,19 @@ class Phases:
 
     Attributes:
         names: The name of each phase.
-        on_device: Whether each phase runs on the device.
-        level: The level of each phase. It is compared with the ``cap`` of the enclosing phase.
-        cap: A phase absorbs the phases inside it whose level is lower than its cap.
     """
 
     def __init__(self) -> None:
         self.names = list(NAMES)
-        self.on_device = [phase in _ON_DEVICE for phase in range(len(NAMES))]
-        self.level = [{CHECKPOINT: 2, PROFILER: 3}.get(phase, 0) for phase in range(len(NAMES))]
-        self.cap = [
-            {VALIDATION: 1, CHECKPOINT: 2, PROFILER: 3}.get(phase, 0) for phase in range(len(NAMES))
-        ]
         self._numbers = {name: number for number, name in enumerate(NAMES)}
 
-    def number(self, name: str, on_device: bool) -> int:
+    def number(self, name: str) -> int:
         found = self._numbers.get(name)
         if found is None:
             if len(self.names) >= MAX_PHASES:
                 return OTHER
             found = self._numbers[name] = len(self.names)
             self.names.append(name)
-            self.on_device.append(on_device)
-            self.level.append(1)
-            self.cap.append(1)  # a forward pass inside a region counts for the region
-        elif on_device:
-            self.on_device[found] = True
         return found
 
     def of(self, action: str, trainer: pl.Trainer) -> int:
@@ -124,7 +109,7 @@ class Phases:
             return fixed[action]
         owner, _, rest = action.partition("]")
         if not owner.startswith("[") or "." not in rest:
-            return self.number(action, on_device=True)  # `trainer.profiler.profile("my part")`
+            return self.number(action)  # `trainer.profiler.profile("my part")`
         name, _, hook = rest.rpartition(".")
         training = trainer.state.fn == "fit"
         if owner == "[Strategy":
@@ -153,7 +138,7 @@ class Phases:
             return IGNORED
         if hook in ("on_save_checkpoint", "on_load_checkpoint"):
             return CHECKPOINT
-        return self.number(f"{CALLBACK}{key.partition('{')[0]}", hook in _GRADIENT_HOOKS)
+        return self.number(f"{CALLBACK}{key.partition('{')[0]}")
 
 
 def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
@@ -168,6 +153,15 @@ def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
         trainer.lightning_module if owner == "[LightningModule" else trainer.datamodule  # type: ignore[attr-defined]
     )
     return phase if is_overridden(hook, owner_object) else IGNORED
+
+
+def _runs_on_device(phase: int) -> bool:
+    return phase in _ON_DEVICE or phase >= len(NAMES)
+
+
+def _rank(phase: int) -> int:
+    """Return the rank of a phase. A phase absorbs the phases inside it of a lower rank."""
+    return _RANKS.get(phase, int(phase >= len(NAMES)))
 
 
 HOST = -1
@@ -191,7 +185,6 @@ class DeviceClock:
         self.durations: dict[int, Durations] = {}
         self._unread: deque[tuple[Any, int] | None] = deque()  # None ends a step
         self._last_read: tuple[Any, int] | None = None
-        self._unused_events: list[Any] = []
         self._phase = HOST
         self._seconds: dict[int, float] = {}
         self._record_event()
@@ -203,8 +196,7 @@ class DeviceClock:
             self._record_event()
 
     def _record_event(self) -> Any:
-        unused = self._unused_events
-        event = unused.pop() if unused else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._unread.append((event, self._phase))
         return event
@@ -231,14 +223,12 @@ class DeviceClock:
             passed = before.elapsed_time(event) / 1e3
             if passed > 0:
                 self._seconds[running] = self._seconds.get(running, 0.0) + passed
-            self._unused_events.append(before)
         self._last_read = event, phase
 
     def finish(self) -> None:
         """Wait for the device and read all events."""
         self._record_event().synchronize()
         self.end_step()
-        self._unused_events = []
 
 
 class PhaseClock:
@@ -249,7 +239,7 @@ class PhaseClock:
     one entry per phase for each step in which the phase ran: its total time in that step.
 
     Args:
-        phases: The phases. They define which phases absorb the phases inside them.
+        phases: The phases.
         first: The default phase. Time outside all other phases is assigned to it.
         device: A second clock, for the phases that run on the device. None without CUDA.
     """
@@ -277,11 +267,10 @@ class PhaseClock:
     def enter(self, phase: int, key: Any) -> None:
         """Enter a phase. Call :meth:`leave` with the same ``key`` to leave it."""
         self._add_elapsed()
-        current, phases = self.phase, self.phases
+        current = self.phase
         self._stack.append((current, key))
-        if phase != current and phases.level[phase] >= phases.cap[current]:
-            if phase >= len(self._seconds):
-                self._seconds += [0.0] * (len(phases.names) - len(self._seconds))
+        if phase != current and _rank(phase) >= _rank(current):
+            self._seconds += [0.0] * (phase + 1 - len(self._seconds))
             self._switch(phase)
 
     def leave(self, key: Any) -> None:
@@ -309,7 +298,7 @@ class PhaseClock:
     def _switch(self, phase: int) -> None:
         self.phase = phase
         if self.device is not None:
-            self.device.mark(phase if self.phases.on_device[phase] else HOST)
+            self.device.mark(phase if _runs_on_device(phase) else HOST)
 
     def set_default_phase(self, phase: int) -> None:
         """Set the phase for time outside all other phases. Call it only while no phase is open."""

@@ -18,28 +18,25 @@ from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps import phase_clock as phases
-from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
-from lightning_opt.profiling.steps.step_measures import Measures
+from lightning_opt.profiling.steps.phase_clock import PhaseClock
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_opt.profiling.steps.step_profiler import Measures, StepProfiler
 
 
 class StepRun:
     """Measures one run: maps each action that Lightning reports to a phase, and finds the steps.
 
     Args:
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         trainer: The Trainer.
+        measures: The measurements to fill.
         settings: The ``StepProfiler``. Its attributes are the settings.
     """
 
-    def __init__(self, stage: str, trainer: Any, settings: Any) -> None:
-        self.trainer = trainer
-        root = trainer.strategy.root_device
-        device = DeviceClock(root) if root.type == "cuda" else None
-        self.clock = PhaseClock(phases.Phases(), phases.SETUP, device)
-        self.measures = Measures(stage, self.clock, world_size=trainer.world_size)
+    def __init__(self, trainer: Any, measures: Measures, settings: StepProfiler) -> None:
+        self.trainer, self.measures, self.clock = trainer, measures, measures.clock
         self._settings = settings
         self._thread = threading.get_ident()
         self._phase_of: dict[str, int] = {}
@@ -203,7 +200,7 @@ class StepRun:
             yield
             return
         name = f"region {name}"
-        phase = self.clock.phases.number(name, on_device=True)
+        phase = self.clock.phases.number(name)
         try:
             with self.clock.within(phase):
                 yield
