@@ -99,6 +99,16 @@ def fit(net: Net, *callbacks: Callback, **settings: Any) -> Net:
     return net
 
 
+class See(Callback):
+    """Records whether the function is replaced in each step."""
+
+    def __init__(self) -> None:
+        self.replaced: list[bool] = []
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.replaced.append(functional.scaled_dot_product_attention is not ORIGINAL)
+
+
 class Operations(TorchDispatchMode):
     """Counts the calls of torch's flash kernel."""
 
@@ -111,11 +121,12 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["plain", "module", "layer"])
 def test_report_names_the_kernel_that_torch_runs(kind):
-    attention, operations = lo.AttentionBackend(), Operations()
+    attention, operations, see = lo.AttentionBackend(), Operations(), See()
     net = Net(kind)
     with operations:
-        fit(net, attention, max_epochs=2)
+        fit(net, attention, see, max_epochs=2)
     assert operations.flash == 6
+    assert see.replaced == [True] + [False] * 5  # in the first batch only
     (row,) = attention.report().rows
     assert row == {
         "backend": "flash",
@@ -160,21 +171,16 @@ def test_math_serves_a_learned_mask_and_warns_once():
     assert "cudnn: not for CPUs" in row["better ones"]
 
 
-def test_each_shape_of_the_first_batch_gets_a_row():
+def test_each_shape_of_the_first_batch_gets_a_row_with_its_dtype_under_autocast():
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + super().forward(x[:, :3]).sum() + super().forward(x).sum()
 
     attention = lo.AttentionBackend()
-    fit(Twice(), attention)
+    fit(Twice(), attention, precision="bf16-mixed")
+    assert {row["dtype"] for row in attention.report().rows} == {"bfloat16"}
     found = [(row["query"], row["calls"]) for row in attention.report().rows]
     assert found == [("(4, 2, 6, 4)", 2), ("(4, 2, 3, 4)", 1)]
-
-
-def test_report_shows_the_dtype_under_autocast():
-    attention = lo.AttentionBackend()
-    fit(Net(), attention, precision="bf16-mixed")
-    assert attention.report().rows[0]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -182,19 +188,6 @@ def test_report_without_training(stage):
     attention = lo.AttentionBackend()
     getattr(quiet_trainer(callbacks=[attention]), stage)(Net(), data())
     assert [row["backend"] for row in attention.report().rows] == ["flash"]
-
-
-def test_function_is_replaced_only_for_the_first_batch():
-    class See(Callback):
-        def __init__(self) -> None:
-            self.replaced: list[bool] = []
-
-        def on_before_backward(self, *args: Any) -> None:
-            self.replaced.append(functional.scaled_dot_product_attention is not ORIGINAL)
-
-    see = See()
-    fit(Net(), lo.AttentionBackend(), see)
-    assert see.replaced == [True, False, False]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -211,20 +204,14 @@ def test_compile_model_compiles_no_more_graphs():
 
 
 @pytest.mark.gpu
-def test_fused_backend_is_used_on_gpu():
-    attention = lo.AttentionBackend()
-    trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
-    trainer.fit(Net("module"), data())
-    (row,) = attention.report().rows
-    assert row["backend"] != "math"
-
-
-@pytest.mark.gpu
-def test_report_contains_torchs_reason_on_gpu():
-    attention = lo.AttentionBackend()
-    net = Net("bias")
-    trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(net, data())
-    assert "mask" in attention.report().rows[0]["better ones"].lower()
+def test_report_contains_a_fused_backend_or_torchs_reason_on_gpu():
+    for kind in ("module", "bias"):
+        attention = lo.AttentionBackend()
+        trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(Net(kind), data())
+        (row,) = attention.report().rows
+        assert (
+            row["backend"] != "math" if kind == "module" else "mask" in row["better ones"].lower()
+        )
