@@ -47,7 +47,7 @@ class Architecture(LightningModule):
 
     def on_after_backward(self) -> None:
         self.gradients.append(
-            [None if p.grad is None else _whole(p.grad).clone() for p in self.parameters()]
+            [None if p.grad is None else whole(p.grad).clone() for p in self.parameters()]
         )
 
     def configure_optimizers(self) -> Any:
@@ -60,7 +60,7 @@ class Architecture(LightningModule):
     val_dataloader = train_dataloader
 
 
-def _whole(gradient: Tensor) -> Tensor:
+def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 

@@ -1,5 +1,6 @@
 """The same exactness under DDP, FSDP2 and FSDP1, in real processes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,20 +55,15 @@ def compare(names: list[str], make_strategy: Any, **settings: Any) -> int:
     return runs
 
 
-def under_ddp(find_unused: bool) -> int:
-    # It leaves parameters without a gradient, which needs find_unused_parameters.
-    names = [n for n in UNDER_DDP if find_unused or n != "StochasticDepth"]
-    return compare(
-        names if find_unused else names[:4],
-        lambda: DDPStrategy(find_unused_parameters=find_unused, process_group_backend="gloo"),
-    )
-
-
-def under_static_graph() -> int:
-    return compare(
-        ["Transformer", "Residual", "SharedBlock"],
-        lambda: DDPStrategy(static_graph=True, process_group_backend="gloo"),
-    )
+def under_ddp() -> int:
+    runs = 0
+    for names, settings in (
+        (UNDER_DDP, {"find_unused_parameters": True}),
+        (UNDER_DDP[:4], {}),
+        (["Transformer", "Residual", "SharedBlock"], {"static_graph": True}),
+    ):
+        runs += compare(names, partial(DDPStrategy, process_group_backend="gloo", **settings))
+    return runs
 
 
 def shard(model: Architecture) -> None:
@@ -95,21 +91,11 @@ def shard_once(self: Architecture) -> None:
 
 
 def test_training_under_ddp_is_bit_identical() -> None:
-    for runs in launch(under_ddp, True):
-        assert runs == 2 * len(UNDER_DDP)
-
-
-def test_training_under_ddp_without_find_unused_parameters_is_bit_identical() -> None:
-    launch(under_ddp, False)
-
-
-def test_training_under_ddp_with_static_graph_is_bit_identical() -> None:
-    launch(under_static_graph)
+    assert launch(under_ddp) == [2 * (len(UNDER_DDP) + 4 + 3)] * 2
 
 
 def test_training_under_fsdp2_is_bit_identical() -> None:
-    for runs in launch(under_fsdp2):
-        assert runs == 2 * len(UNDER_FSDP2)
+    assert launch(under_fsdp2) == [2 * len(UNDER_FSDP2)] * 2
 
 
 def under_fsdp1() -> int:

@@ -23,11 +23,9 @@ from lightning_opt.memory.meters import storage_bytes
 from lightning_opt.memory.profiler.profile import (
     CATEGORIES,
     PhaseMeter,
-    SavedTensorCounter,
     countable,
 )
-from tests.gradients.clipping.test_distributed import ShardedNet, data_parallel
-from tests.helpers.models import AdversarialNet, SmallNet, loader_of
+from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -233,45 +231,6 @@ def test_saved_bytes_by_module_match_saved_tensor_hooks():
     for parameter in model.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     assert sum(saved.values()) == pytest.approx(sum(storages.values()))
-
-
-def test_memory_that_is_used_again_within_a_step_is_counted_again():
-    model = Wide()
-    counter = SavedTensorCounter(model)
-    with counter.counting():
-        for _ in range(3):  # each backward pass frees what the pass before it saved
-            model.layer(torch.randn(ROWS, WIDTH)).sum().backward()
-    once = SavedTensorCounter(model)
-    with once.counting():
-        model.layer(torch.randn(ROWS, WIDTH)).sum().backward()
-    total = sum(entry.bytes for entry in once.found())
-    assert sum(entry.bytes for entry in counter.found()) == 3 * total > 0
-
-
-def saved_in_modules(strategy: str) -> dict[str, float]:
-    sharded = strategy == "fsdp2"
-    profiler = lo.MemoryProfiler(2, modules=True)
-    trainer = quiet_trainer(
-        strategy=data_parallel() if sharded else strategy,
-        devices=2,
-        callbacks=[profiler],
-        limit_val_batches=0,
-    )
-    trainer.fit(ShardedNet("all" if sharded else ""), loader_of(4))
-    return {row["module"]: row["saved MB"] for row in profiler.module_report().rows}
-
-
-def saved_under_ddp_and_fsdp2() -> list[dict[str, float]]:
-    return [saved_in_modules("ddp"), saved_in_modules("fsdp2")]
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_saved_bytes_under_fsdp2_exclude_gathered_parameters():
-    ddp, fsdp2 = launch(saved_under_ddp_and_fsdp2)[0]
-    linear = [name for name in ddp if name.startswith("layer.")]
-    assert linear
-    assert {name: fsdp2.get(name) for name in linear} == {name: ddp[name] for name in linear}
 
 
 # --- logs ---------------------------------------------------------------------------------------
