@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_opt.core.arguments import check_at_least, check_positive
@@ -109,8 +108,7 @@ class LeakDetector(RunCallback):
     def _end_search(self) -> None:
         self._counts: list[Census] = []
         self._phase: Phase = "train"
-        self._next_count: float = math.inf
-        self._wait_for_epoch: int | None = None
+        self._next_step = self._next_epoch = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset all state: samples of another run do not apply to this one."""
@@ -147,14 +145,8 @@ class LeakDetector(RunCallback):
                 self._searches += 1
                 self._count(trainer)
             return
-        if phase != self._phase:
-            return
-        if self._wait_for_epoch is not None:
-            if trainer.current_epoch < self._wait_for_epoch:
-                return
-            self._wait_for_epoch = None
-            self._next_count = self._steps + COUNT_INTERVALS[-1] * self._schedule.every_n_steps
-        if phase == "validation" or self._steps >= self._next_count:
+        is_due = phase == "validation" or self._steps >= self._next_step
+        if phase == self._phase and is_due and trainer.current_epoch >= self._next_epoch:
             self._count(trainer)
 
     def _count(self, trainer: pl.Trainer) -> None:
@@ -164,7 +156,7 @@ class LeakDetector(RunCallback):
             self._evaluate_counts(trainer, walk)
         else:
             interval = COUNT_INTERVALS[len(self._counts) - 1]
-            self._next_count = self._steps + interval * self._schedule.every_n_steps
+            self._next_step = self._steps + interval * self._schedule.every_n_steps
 
     def _evaluate_counts(self, trainer: pl.Trainer, walk: Walk) -> None:
         """Compare the counts: report, wait for the end of the epoch, or end the search."""
@@ -177,7 +169,7 @@ class LeakDetector(RunCallback):
             or self._would_not_fit(trainer, s)
         ]  # fmt: skip
         if suspects and not confirmed:
-            self._wait_for_epoch = self._counts[-1].epoch + 1
+            self._next_epoch = self._counts[-1].epoch + 1
             self._counts = [self._counts[0], *self._counts[-2:]]  # bounds the memory
             return
         self._end_search()
@@ -209,14 +201,10 @@ class LeakDetector(RunCallback):
             first = max(self.suspects, key=lambda suspect: suspect.kb_per_step)
             advice = first.advice[0].upper() + first.advice[1:] + "."
             return [Verdict("leaks", "look", str(first), advice)]
-        taken = self._trends["train"].taken
-        if taken < MIN_SAMPLES:
-            finding = (
-                f"LeakDetector has taken {taken} of the {MIN_SAMPLES} samples that a trend needs."
-            )
-            return [
-                Verdict("leaks", "unknown", finding, "Train longer, or with fewer warmup_steps.")
-            ]
+        if self._trends["train"].taken < MIN_SAMPLES:
+            finding = f"LeakDetector has fewer than the {MIN_SAMPLES} samples that a trend needs."
+            advice = "Train longer, or with fewer warmup_steps."
+            return [Verdict("leaks", "unknown", finding, advice)]
         return [Verdict("leaks", "ok", f"Nothing has grown steadily in {self._steps} batches.")]
 
     def report(self) -> Report:

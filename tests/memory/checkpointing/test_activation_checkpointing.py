@@ -61,7 +61,6 @@ def trained_names(policy: str, kind: type = Transformer, **settings: Any) -> lis
         ("none", {}, []),
         ("every_layer", {}, ["layers.0", "layers.1", "layers.2", "layers.3"]),
         ("every_nth", {"interval": 3}, ["layers.0", "layers.3"]),
-        ("custom", {"modules": ["layers.1"]}, ["layers.1"]),
         ("custom", {"modules": ["layers.[23]"]}, ["layers.2", "layers.3"]),
         ("custom", {"modules": ["layers"]}, [f"layers.{i}" for i in range(4)]),
         ("custom", {"modules": ["layers.0", "layers.0.linear1"]}, ["layers.0"]),

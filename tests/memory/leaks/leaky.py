@@ -1,4 +1,4 @@
-"""Seven trainings that leak, and seven similar ones that do not."""
+"""Eight trainings that leak, and seven similar ones that do not."""
 
 import queue
 import random
@@ -121,6 +121,15 @@ class FullQueue(Net):
         self.jobs.put(batch[0].repeat(10, 1))
 
 
+class ModuleCache(Net):
+    """A list of a Python module."""
+
+    def leak(self, batch, loss):
+        CACHE.append(torch.zeros(500))
+
+
+CACHE: list[Tensor] = []
+
 LEAKS: dict[str, tuple[Callable[[], Net], str, str]] = {
     # name: model, kind, path
     "loss list": (LossList, "graph", "LossList.losses"),
@@ -130,6 +139,7 @@ LEAKS: dict[str, tuple[Callable[[], Net], str, str]] = {
     "metric": (UnresetMetric, "container", "UnresetMetric.scores.value"),
     "logger": (LoggerBuffer, "container", "HoardingLogger.buffer"),
     "queue": (FullQueue, "container", "FullQueue.jobs.queue"),
+    "module": (ModuleCache, "container", f"{__name__}.CACHE"),
 }
 
 

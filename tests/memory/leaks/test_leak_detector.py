@@ -119,20 +119,6 @@ def test_growth_in_validation_is_found():
     assert suspect.step <= 300
 
 
-class ModuleCache(Net):
-    def leak(self, batch, loss):
-        CACHE.append(torch.zeros(500))
-
-
-CACHE: list[Tensor] = []
-
-
-@needs_heap
-def test_frozen_list_of_a_python_module_is_found():
-    (suspect,), _ = find_leaks(ModuleCache)
-    assert suspect.where == f"{__name__}.CACHE"
-
-
 # --- until the end of the epoch -----------------------------------------------------------------
 
 
