@@ -20,10 +20,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "fit": "train as LightningCLI does, with a preset",
     "presets": "list presets, explain one on this machine, write one as YAML",
-    "tune": (
-        "measuring_commands",
-        "try optimisations on your model and data, and save those that pay",
-    ),
+    "tune": "try optimisations on your model and data, and save those that pay",
     "bench": "measure presets and configurations against plain Lightning",
     "profile": "measure where the time of a step goes",
     "doctor": "train some steps and report problems",

@@ -45,25 +45,21 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser
 
 TUNE = """\
-Tries optimisations on your model and data, each in a process of its own, alternating with your
-unmodified baseline. Combines those that pay, rejects those that change what the model learns, and
-writes the result as Python, YAML and JSON, with a table of every trial. The result may be to change
-nothing."""
+Tries optimisations on your model and data, each in a process of its own, in turns with your
+unmodified baseline. Combines those that pay without changing what the model learns, and writes the
+result, with a table of every trial. The result may be to change nothing."""
 
 TUNE_EXAMPLES = """\
   lightning-opt tune my_project:Model --data my_project:Data --objective memory --out tuned
-  lightning-opt tune config.yaml --preset basic --candidates bf16,compile
   lightning-opt fit config.yaml --config tuned/trainer.yaml
 """
 
 BENCH = """\
-Trains your model under several presets and configurations, each in a process of its own,
-alternating every few steps, and reports differences in time, memory and loss, with confidence
-intervals. The first is plain Lightning with your --trainer arguments."""
+Trains your model under presets and configurations, each in a process of its own, in turns, and
+compares time, memory and loss with plain Lightning with your --trainer arguments."""
 
 BENCH_EXAMPLES = """\
   lightning-opt bench my_project:Model --data my_project:Data --preset basic,advanced,ultra
-  lightning-opt bench config.yaml --preset advanced --without CompileModel --seconds 60
   lightning-opt bench config.yaml --against tuned/trainer.yaml,other.yaml --out bench
 """
 
@@ -79,7 +75,6 @@ def run_tune(argv: Sequence[str]) -> int:
         ("--out", str, "tuned", "FOLDER", "Where to write the result."),
         ("--candidates", str | None, None, "NAMES",
          "Comma-separated optimisations to try, instead of all that may pay."),
-        ("--max_slowdown", float, 1.5, "", "Largest slowdown of a step for the objective memory."),
         ("--timeout", float | None, None, "", "Seconds a trial may take to start or to respond."),
     )  # fmt: skip
     add_preset(parser, None)
@@ -96,7 +91,6 @@ def run_tune(argv: Sequence[str]) -> int:
             budget=options.budget,
             candidates=names_of(options.candidates) or None,
             base=settings_of(job, options.preset, options.without),
-            max_slowdown=options.max_slowdown,
             timeout=options.timeout,
             progress=not options.quiet,
         )
@@ -181,9 +175,8 @@ PROFILE_EXAMPLES = """\
 """
 
 DOCTOR = """\
-Trains a few steps under the preset 'basic' with data, memory and time measured, and answers a
-checklist: does training wait for data, is there room in memory, are gradients healthy, does the
-loss fall, can training resume after a crash, ... with advice where something can be improved."""
+Trains a few steps under the preset 'basic', measures data, memory and time, and answers a checklist
+with advice: does training wait for data, are gradients healthy, can it resume after a crash, ..."""
 
 DOCTOR_EXAMPLES = """\
   lightning-opt doctor my_project:Model --data my_project:Data --steps 200
@@ -196,19 +189,13 @@ def run_profile(argv: Sequence[str]) -> int:
     parser = make_parser("profile", PROFILE, PROFILE_EXAMPLES, targets.package)
     parser.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
     add_preset(parser, None)
-    parser.add_argument(
-        "--out", type=str | None, metavar="FOLDER", help="Where to write table and page."
-    )
+    parser.add_argument("--out", type=str | None, metavar="FOLDER", help="Where to write the page.")
     job = parse_job(parser, targets)
-    folder = job.options.out
     profiler = StepProfiler(log_every_n_steps=max(1, job.options.steps // 20), print_table=False)
     trainer = _fit(job, profiler)
     if trainer.is_global_zero:
         profiler.report().print()
-        if folder is not None:
-            file = Path(folder) / "profile.json"
-            file.write_text(profiler.report().to_json() + "\n", encoding="utf-8")
-        sys.stdout.write(f"The table and the page report.html are in {folder or 'this folder'}.\n")
+        sys.stdout.write(f"The page report.html is in {job.options.out or 'this folder'}.\n")
     return OK
 
 

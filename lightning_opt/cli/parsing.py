@@ -21,8 +21,7 @@ from lightning_opt.cli.main import UsageError
 from lightning_opt.cli.targets import Recipe, Targets, cli_of, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
-from lightning_opt.trainer.lightning import DEFAULT, LightningModule
-from lightning_opt.worker.recipes import import_attribute
+from lightning_opt.trainer.lightning import DEFAULT
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser
@@ -128,7 +127,7 @@ def add_preset(parser: Any, default: str | None) -> None:
 
 
 def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
-    """Parse the command line. Raise :class:`UsageError` if there is no model or no data."""
+    """Parse the command line. Raise :class:`UsageError` if there is no model."""
     try:
         config = parser.parse_args(targets.argv)
     except ArgumentError as error:
@@ -142,11 +141,6 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
             f"of LightningCLI. {parser.prog} --help has examples."
         )
     data = targets.recipe(given.get("data"))
-    loader_hook = getattr(import_attribute(model.target), "train_dataloader", None)
-    if data is None and loader_hook in [base.train_dataloader for base in LightningModule]:
-        raise UsageError(
-            f"{model} has no train_dataloader. Name its LightningDataModule: --data module:Class."
-        )
     trainer, seed = given_arguments(config.trainer), config.seed_everything
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_opt.cli.main import OK, UsageError
 from lightning_opt.cli.parsing import (
     HelpFormatter,
-    add_options,
     add_preset,
     given_arguments,
     hide_all,
@@ -17,7 +16,7 @@ from lightning_opt.cli.parsing import (
 )
 from lightning_opt.cli.targets import Targets, cli_of
 from lightning_opt.core.output.report import Report
-from lightning_opt.presets.preset import Chosen, join
+from lightning_opt.presets.preset import Part, join
 from lightning_opt.presets.registry import preset, preset_names
 from lightning_opt.profiling.run_report.run_report import RunReport
 from lightning_opt.trainer.lightning import DEFAULT
@@ -26,19 +25,15 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 FIT = """\
-Trains as LightningCLI does, with a preset of lightning_opt. It has all of LightningCLI's options:
---config, --model, --data, --trainer.*, --optimizer, --lr_scheduler, --ckpt_path to resume,
---print_config. --trainer.* overrides the preset. The configuration saved next to the logs contains
-the preset's parts, and runs under any LightningCLI. The page report.html, also there, describes the
-run."""
+Trains as LightningCLI does, with all of its options and a preset, which --trainer.* overrides. The
+configuration saved next to the logs contains the preset's parts, and runs under any LightningCLI.
+The page report.html, also there, describes the run."""
 
 FIT_USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
 
 FIT_EXAMPLES = """\
 examples:
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
-  lightning-opt fit config.yaml --preset ultra --without Runtime --trainer.precision bf16-mixed
-  lightning-opt fit config.yaml --preset basic --trainer.deterministic true --seed_everything 1
   lightning-opt fit config.yaml --preset basic --trainer.strategy ddp_topk --trainer.devices 2
 
 module:Class names a class in a module, file.py:Class one in a file. LightningCLI's own notation,
@@ -78,7 +73,7 @@ def fit_class(base: Any) -> Any:
             instances = self.config_init.fit.trainer
             given = {name: instances[name] for name in given_arguments(config.trainer)}
             entries = {"callbacks": config.trainer.as_dict()["callbacks"]}
-            chosen = join(preset.choose(**given), Chosen.to_config, entries)
+            chosen = join(preset.choose(**given), Part.to_config, entries)
             for argument, value in chosen.items():
                 config.trainer[argument] = value
             return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
@@ -102,9 +97,7 @@ def run_fit(argv: Sequence[str]) -> int:
 
 PRESETS_EXAMPLES = """\
 examples:
-  lightning-opt presets                              list all presets
   lightning-opt presets advanced                     what it contains on this machine, and why
-  lightning-opt presets ultra --trainer.devices 4    what it would contain on four devices
   lightning-opt presets advanced --yaml > trainer.yaml
                                                      a section for any LightningCLI: --config
 """
@@ -125,10 +118,6 @@ def _presets_parser() -> LightningArgumentParser:
     group.description = "--trainer.<argument>: any argument, such as --trainer.strategy ddp."
     parser.add_argument("preset", nargs="?", help="Preset to explain.")
     parser.add_argument("--yaml", action="store_true", help="Write the preset as YAML.")
-    add_options(
-        parser, ("--without", str | None, None, "NAMES", "Comma-separated callbacks to leave out.")
-    )
-    parser.add_argument("--json", action="store_true", help="Write tables as JSON.")
     return parser
 
 
@@ -139,16 +128,13 @@ def run_presets(argv: Sequence[str]) -> int:
         raise UsageError("--yaml needs the name of a preset: lightning-opt presets advanced --yaml")
     trainer = given_arguments(config.trainer)
     if config.yaml:
-        sys.stdout.write(preset_of(config.preset, config.without).to_yaml(**trainer))
+        sys.stdout.write(preset_of(config.preset).to_yaml(**trainer))
         return OK
     if config.preset:
-        report = preset_of(config.preset, config.without).describe(**trainer)
+        report = preset_of(config.preset).describe(**trainer)
     else:
         rows = [{"preset": name, "purpose": preset(name).purpose} for name in preset_names()]
         note = "lightning-opt presets <name> explains one on this machine."
         report = Report("Presets", rows, [note])
-    if config.json:
-        sys.stdout.write(report.to_json() + "\n")
-    else:
-        report.print()
+    report.print()
     return OK

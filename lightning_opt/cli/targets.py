@@ -6,19 +6,17 @@ import importlib
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from itertools import pairwise
 from pathlib import Path
 from types import MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
-from unittest import mock
+from typing import TYPE_CHECKING, Any
 
 from lightning_opt.cli.main import UsageError
 from lightning_opt.trainer.lightning import (
     DEFAULT,
-    PACKAGES,
     LightningDataModule,
     LightningModule,
     package_of,
@@ -32,7 +30,7 @@ BASES = {"--model": LightningModule, "--data": LightningDataModule}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
 
 
-@dataclass(repr=False, eq=False)
+@dataclass(eq=False)
 class Recipe:
     """Creates a model or data, in this process or in another one.
 
@@ -53,9 +51,6 @@ class Recipe:
         if self.optimizer is not None:
             _set_optimizer(instance, self.optimizer, self.scheduler)
         return instance
-
-    def __repr__(self) -> str:
-        return self.target
 
 
 def no_data() -> None:
@@ -106,20 +101,25 @@ class Targets:
             if option not in BASES:
                 translated.append(argument)
                 continue
-            value = value if equals else next(arguments, "")
-            if not value:
-                raise UsageError(f"{option} must be followed by module:Class or a path.")
-            translated += self._resolve(option, value)
+            translated += self._resolve(option, value if equals else next(arguments, ""))
         return translated
 
     def _package(self) -> Any:
-        path = ""
-        for option, value in pairwise([*self.argv, ""]):
-            option, _, inline = option.partition("=")
-            if option in ("--model", "--config", "-c"):
-                path = _class_path(option, inline or value) or path
+        import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
+
+        model: Any = None
+        for option, following in pairwise([*self.argv, ""]):
+            option, _, value = option.partition("=")
+            value = value or following
+            with suppress(OSError, AttributeError, yaml.YAMLError):  # the parser will explain
+                if option == "--model":
+                    model = yaml.safe_load(value)
+                elif option in ("--config", "-c"):
+                    content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+                    model = content.get("model") or model
+        path = model.get("class_path") if isinstance(model, Mapping) else model
+        module, _, name = str(path).rpartition(".")
         try:
-            module, _, name = path.rpartition(".")
             return package_of(look_up(f"{module}:{name}"))
         except (ImportError, UsageError, ValueError):
             return DEFAULT  # the parser will explain
@@ -148,22 +148,6 @@ class Targets:
         path = f"{found.__module__}.{found.__qualname__}"
         self._places[path] = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
         return [option, path]
-
-
-def _class_path(option: str, value: str) -> str | None:
-    """Return the class path of the model in a value of ``--model``, or in a configuration file."""
-    import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
-
-    try:
-        if option == "--model":
-            model = yaml.safe_load(value)
-        else:
-            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-            model = content.get("model") if isinstance(content, Mapping) else None
-    except (OSError, yaml.YAMLError):
-        return None
-    path = model.get("class_path") if isinstance(model, Mapping) else model
-    return path if isinstance(path, str) else None
 
 
 def cli_of(package: ModuleType) -> Any:
@@ -198,14 +182,8 @@ def find_module(place: str) -> ModuleType:
     if is_file and not Path(place).is_file():
         raise UsageError(f"There is no file {place}.")
     try:
-        with ExitStack() as stack:
-            for package in PACKAGES:
-                fit = partial(_raise_on_fit, place)
-                stack.enter_context(mock.patch.object(package.Trainer, "fit", fit))
-            name = import_attribute(f"{Path(place).resolve()}:__name__") if is_file else place
-            return importlib.import_module(name)
-    except UsageError:
-        raise
+        name = import_attribute(f"{Path(place).resolve()}:__name__") if is_file else place
+        return importlib.import_module(name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{place}.".startswith(f"{missing}."):
@@ -214,10 +192,3 @@ def find_module(place: str) -> ModuleType:
                 "it, or give the path to its file: path/to/file.py:Class."
             ) from error
         raise ImportError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _raise_on_fit(place: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise UsageError(
-        f"{place} trains when it is imported, and would do so in each process. Put its call of "
-        "fit, and the code that prepares it, under: if __name__ == '__main__':"
-    )

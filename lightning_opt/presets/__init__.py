@@ -16,4 +16,4 @@ def __getattr__(name: str) -> Any:
     kind = getattr(lightning_opt, name, None)
     if not (isinstance(kind, type) and issubclass(kind, RunCallback)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return as_part(kind)
+    return as_part(kind)  # type: ignore[arg-type]  # of the cache

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -15,7 +15,7 @@ import lightning_opt
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.output.report import Report
-from lightning_opt.presets.situation import Situation, callbacks_in, class_names
+from lightning_opt.presets.situation import Situation, as_list, class_names
 from lightning_opt.trainer.lightning import PACKAGES, BaseCallback
 from lightning_opt.trainer.run_callback import RunCallback
 from lightning_opt.worker.recipes import instantiate
@@ -50,6 +50,9 @@ class Part:
 
     ``value`` holds the callback's settings, or the argument's value, or a function of the situation
     that returns them. ``kind`` is the callback's class; None for an argument of the Trainer.
+
+    Once chosen for a situation, ``reason`` is the reason to leave the part out; None if it is used.
+    ``is_requested`` is True if the user names the part; its errors then stop the run.
     """
 
     name: str
@@ -58,13 +61,16 @@ class Part:
     costs: str = ""
     obstacle: Obstacle | None = None
     kind: type[pl.Callback] | None = None
+    reason: str | None = None
+    is_requested: bool = False
 
-    def choose(self, situation: Situation) -> Chosen:
-        settings = self.value(situation) if callable(self.value) else self.value
+    def choose(self, situation: Situation) -> Part:
+        value = self.value(situation) if callable(self.value) else self.value
         override = situation.overrides.get(self.name)
         if isinstance(override, Mapping):
-            settings = {**settings, **override}
-        return Chosen(self, settings, self._why_not(situation), override is not None)
+            value = {**value, **override}
+        reason = self._why_not(situation)
+        return replace(self, value=value, reason=reason, is_requested=override is not None)
 
     def _why_not(self, situation: Situation) -> str | None:
         if self.name in (situation.user_callbacks if self.kind else situation.arguments):
@@ -75,40 +81,26 @@ class Part:
             return None
         return self.obstacle(situation)
 
-
-@dataclass(frozen=True)
-class Chosen:
-    """The decision on a part in a situation.
-
-    ``reason`` is the reason to leave the part out; None if it is used. ``is_requested`` is True if
-    the user names the part; its errors are then raised instead of leaving it out.
-    """
-
-    part: Part
-    settings: Any
-    reason: str | None
-    is_requested: bool = False
-
     @property
     def is_on(self) -> bool:
         return self.reason is None
 
     @property
     def _is_own(self) -> bool:
-        return getattr(lightning_opt, self.part.name, None) is self.part.kind
+        return getattr(lightning_opt, self.name, None) is self.kind
 
     def make(self) -> pl.Callback:
-        kind: Any = self.part.kind
+        kind: Any = self.kind
         kind = as_part(kind) if self._is_own and not self.is_requested else kind
-        return kind(**instantiate(self.settings))  # type: ignore[no-any-return]
+        return kind(**instantiate(self.value))  # type: ignore[no-any-return]
 
     def to_config(self) -> dict[str, Any]:
         """Return the callback's entry in a configuration of LightningCLI."""
-        kind: Any = self.part.kind
+        kind: Any = self.kind
         module = kind.__module__
         if self._is_own:
             module = "lightning_opt" if self.is_requested else "lightning_opt.presets"
-        return {"class_path": f"{module}.{kind.__qualname__}", "init_args": dict(self.settings)}
+        return {"class_path": f"{module}.{kind.__qualname__}", "init_args": dict(self.value)}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -177,8 +169,6 @@ class Preset:
         obstacle: Obstacle | None = None,
     ) -> Self:
         """Return this preset with another argument of the Trainer; see :meth:`plus`."""
-        if name not in ARGUMENTS:
-            raise ValueError(f"The Trainer has no argument {name!r} that a preset could set.")
         return self._with(Part(name, value, why, costs, obstacle))
 
     def named(self, name: str, purpose: str = "") -> Self:
@@ -227,8 +217,8 @@ class Preset:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def choose(self, **trainer: Any) -> list[Chosen]:
-        """Return the decision on each part for these arguments of the Trainer."""
+    def choose(self, **trainer: Any) -> list[Part]:
+        """Return the parts as chosen for these arguments of the Trainer."""
         situation = self._situation(trainer)
         return [part.choose(situation) for part in self.parts]
 
@@ -246,7 +236,7 @@ class Preset:
             more: Arguments of your own, which win. A callback of a class in the preset replaces the
                 preset's. Other callbacks follow, those of this package in the order they need.
         """
-        return {**self.arguments, **more, **join(self.choose(**more), Chosen.make, more)}
+        return {**self.arguments, **more, **join(self.choose(**more), Part.make, more)}
 
     def describe(self, **trainer: Any) -> Report:
         """Return a table with one row per part: whether it is used, its purpose, its cost.
@@ -259,22 +249,19 @@ class Preset:
         situation = self._situation(trainer)
         rows = [
             {
-                "part": choice.part.name,
-                "on": "yes" if choice.is_on else "no",
-                "settings": _as_python(choice.settings) if choice.is_on else "",
-                "for": choice.part.why,
-                "costs, or why not": choice.part.costs if choice.is_on else choice.reason,
+                "part": part.name,
+                "on": "yes" if part.is_on else "no",
+                "settings": _as_python(part.value) if part.is_on else "",
+                "for": part.why,
+                "costs, or why not": part.costs if part.is_on else part.reason,
             }
-            for choice in self.choose(**trainer)
+            for part in self.choose(**trainer)
         ]
-        processes = situation.processes
         notes = [
             *([self.purpose] if self.purpose else []),
-            f"For {situation.device}, strategy {situation.strategy}, {processes} "
-            f"process{'es' if processes > 1 else ''}: {describe_machine(situation.device)}.",
+            f"For {situation.device}, strategy {situation.strategy}, processes: "
+            f"{situation.processes}; {describe_machine(situation.device)}.",
         ]
-        if self.arguments:
-            notes.append(f"Your arguments of the Trainer: {_as_python(self.arguments)}.")
         return Report(f"Preset {self.name!r}", rows, notes)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
@@ -284,10 +271,11 @@ class Preset:
             more: Arguments of your own, of plain types; ``callbacks`` as dicts with ``class_path``.
 
         Raises:
-            ValueError: For settings that are objects, which a file cannot hold.
+            TypeError: For settings that are objects, which a file cannot hold. Give them as
+                ``{"class_path": ..., "init_args": {...}}``.
         """
-        found = {**self.arguments, **more, **join(self.choose(**more), Chosen.to_config, more)}
-        plain: dict[str, Any] = json.loads(json.dumps(found, default=_raise_for_object))
+        found = {**self.arguments, **more, **join(self.choose(**more), Part.to_config, more)}
+        plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain
 
     def to_yaml(self, **more: Any) -> str:
@@ -306,16 +294,16 @@ class Preset:
 
 
 def join(
-    chosen: Iterable[Chosen], form: Callable[[Chosen], Any], given: Mapping[str, Any]
+    chosen: Iterable[Part], form: Callable[[Part], Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the parts in use as Trainer arguments, with the given callbacks.
 
     ``form`` converts a part into a callback, or into its entry in a configuration.
     """
-    on = [choice for choice in chosen if choice.is_on]
-    arguments = {choice.part.name: choice.settings for choice in on if not choice.part.kind}
-    callbacks = [form(choice) for choice in on if choice.part.kind]
-    return {**arguments, "callbacks": sorted([*callbacks, *callbacks_in(given)], key=_rank)}
+    on = [part for part in chosen if part.is_on]
+    arguments = {part.name: part.value for part in on if not part.kind}
+    callbacks = [form(part) for part in on if part.kind] + as_list(given.get("callbacks"))
+    return {**arguments, "callbacks": sorted(callbacks, key=_rank)}
 
 
 @cache
@@ -349,10 +337,3 @@ def _as_python(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={setting!r}" for name, setting in value.items())
     return repr(value)
-
-
-def _raise_for_object(value: object) -> NoReturn:
-    raise ValueError(
-        f"A configuration file cannot hold {value!r}. Give it as a name or as "
-        "{'class_path': ..., 'init_args': {...}}."
-    )

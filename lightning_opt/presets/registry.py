@@ -21,7 +21,7 @@ from lightning_opt.kernels.runtime.runtime import Runtime
 from lightning_opt.memory.cleanup.memory_cleanup import MemoryCleanup
 from lightning_opt.memory.garbage.garbage_collection import GarbageCollection
 from lightning_opt.presets.preset import Preset
-from lightning_opt.presets.situation import Situation
+from lightning_opt.presets.situation import Situation, as_list
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.trainer.lightning import Precision
@@ -81,13 +81,9 @@ def advanced() -> Preset:
 
 
 def ultra() -> Preset:
-    """``advanced`` with parts that may take minutes before they pay, or change the result."""
+    """``advanced`` with parts that change the result, or slow a run down until they help."""
     return (
-        advanced().named("ultra", "Takes minutes before it pays, or changes the result: for long "
-                         "runs.")
-        .plus(CompileModel, _tuned_compile,
-              "torch.compile, on CUDA block by block with autotuned kernels",
-              "minutes in the first steps on CUDA, and again for new shapes", _why_not_compile)
+        advanced().named("ultra", "Saves memory and traffic, and may change the result.")
         .plus(MicroBatching, {"size": "auto"},
               "splits a batch that runs out of memory into the largest parts that fit",
               "0.3 ms per step; BatchNorm sees one part at a time once a batch is split",
@@ -118,8 +114,8 @@ def preset(name: str, /, **overrides: Any) -> Preset:
                     cleanup when memory runs short
     ``"advanced"``  adds speed with the same result up to rounding: bf16 in hardware, compilation,
                     fused updates, channels_last, attention, data loading
-    ``"ultra"``     adds features that may take minutes before they pay, or change the result:
-                    autotuned kernels, micro-batches, gradients compressed between machines
+    ``"ultra"``     adds features that may change the result: micro-batches, exact accumulation,
+                    gradients compressed between machines
     =============== ==============================================================================
 
     Args:
@@ -192,23 +188,21 @@ def _why_not_clipping(situation: Situation) -> str | None:
         keeps_gradients = str(strategy).startswith(("ddp_topk", "ddp_threshold"))
     if keeps_gradients:
         return (
-            f"{situation.strategy_name} keeps unsent gradients, which callbacks cannot clip; "
+            "the strategy keeps unsent gradients, which callbacks cannot clip; "
             "Trainer(gradient_clip_val=...) can"
         )
     return _why_not_deepspeed(situation)
 
 
 def _why_not_bf16(situation: Situation) -> str | None:
-    plugins = situation.arguments.get("plugins") or []
-    plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
-    if any(isinstance(plugin, Precision) for plugin in plugins):
+    if any(isinstance(one, Precision) for one in as_list(situation.arguments.get("plugins"))):
         return "your plugin sets the precision"
     return why_no_bf16(situation.device, situation.forks)
 
 
 def _why_not_compile(situation: Situation) -> str | None:
     if situation.strategy in ("deepspeed", "fsdp1", "tensor_parallel", "other"):
-        return f"not tested, or not supported, under {situation.strategy_name}"
+        return "not tested, or not supported, under this strategy"
     if situation.device == "cpu" and situation.overrides.get("CompileModel") is None:
         return (
             "on a CPU compilation takes half a minute or more and seldom pays: lightning-opt tune "
@@ -246,10 +240,3 @@ def _compile_scope(situation: Situation) -> dict[str, Any]:
     # Each hook that gathers sharded parameters would break a graph of the whole model.
     scope = "regions" if situation.strategy == "fsdp2" else "model"
     return {"scope": scope}
-
-
-def _tuned_compile(situation: Situation) -> dict[str, Any]:
-    if situation.device != "cuda":  # on a CPU autotuning takes minutes, and regions are slower
-        return _compile_scope(situation)
-    # CUDA graphs overwrite gradients that are still being accumulated.
-    return {"mode": "max-autotune-no-cudagraphs", "scope": "regions"}

@@ -10,34 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import lightning_opt
-from lightning_opt.strategies.strategy_strings import NamedStrategy
-from lightning_opt.trainer.lightning import (
-    PACKAGES,
-    Accelerator,
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from lightning_opt.trainer.lightning import PACKAGES, Accelerator, ModelParallelStrategy
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    pass
 
 
-def callbacks_in(arguments: Mapping[str, Any]) -> list[Any]:
-    """Return the callbacks among arguments of the Trainer, or their entries in a configuration."""
-    given = arguments.get("callbacks") or []
+def as_list(given: Any) -> list[Any]:
+    """Return the callbacks or plugins of a Trainer's argument."""
+    if given is None:
+        return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def class_names(callback: pl.Callback | Mapping[str, Any]) -> list[str]:
-    """Return the names of a callback's class and base classes; only the class of an entry."""
-    if isinstance(callback, Mapping):
-        return [str(callback["class_path"]).rpartition(".")[2]]
-    return [base.__name__ for base in type(callback).__mro__]
+def class_names(given: Any) -> list[str]:
+    """Return the names of an object's class and base classes; only the class of an entry."""
+    if isinstance(given, Mapping):
+        return [str(given["class_path"]).rpartition(".")[2]]
+    return [base.__name__ for base in type(given).__mro__]
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,8 @@ class Situation:
     @cached_property
     def user_callbacks(self) -> set[str]:
         """The names of the classes and base classes of the user's callbacks."""
-        return {name for one in callbacks_in(self.arguments) for name in class_names(one)}
+        given = as_list(self.arguments.get("callbacks"))
+        return {name for callback in given for name in class_names(callback)}
 
     @cached_property
     def device(self) -> str:
@@ -93,49 +84,24 @@ class Situation:
         return int(given)
 
     @cached_property
-    def strategy_class(self) -> type[pl.strategies.Strategy] | None:
-        """The strategy's class; None for an unknown name."""
-        given = self.arguments.get("strategy") or "auto"
-        if isinstance(given, Strategy):
-            return type(given)
-        strategies = PACKAGES[0].strategies
-        kind: Any = None
-        name = str(given).lower()
-        if name == "auto":
-            kind = strategies.DDPStrategy if self.processes > 1 else strategies.SingleDeviceStrategy
-        elif name in strategies.StrategyRegistry:
-            kind = strategies.StrategyRegistry[name]["strategy"]
-        if isinstance(kind, NamedStrategy):
-            kind = getattr(lightning_opt, kind.name)
-        return kind if isinstance(kind, type) else None
-
-    @cached_property
     def strategy(self) -> str:
         """``single``, ``ddp``, ``fsdp1``, ``fsdp2``, ``tensor_parallel``, ``deepspeed``, ``other``.
 
-        ``ddp`` includes compressed DDP.
+        ``ddp`` includes compressed DDP and DiLoCo.
         """
-        found = self.strategy_class
-        if found is None:
-            return "other"
-        if issubclass(found, ModelParallelStrategy):
-            # "auto" means all processes of a machine.
-            size = getattr(self.arguments["strategy"], "_tensor_parallel_size", "auto")
-            return "fsdp2" if size == 1 else "tensor_parallel"
-        for base, name in (
-            (DeepSpeedStrategy, "deepspeed"),
-            (FSDPStrategy, "fsdp1"),
-            (DDPStrategy, "ddp"),
-            (SingleDeviceStrategy, "single"),
-        ):
-            if issubclass(found, base):
-                return name
-        return "other"
-
-    @property
-    def strategy_name(self) -> str:
-        found = self.strategy_class
-        return repr(self.arguments["strategy"]) if found is None else found.__name__
+        given = self.arguments.get("strategy") or "auto"
+        if given == "auto":
+            return "ddp" if self.processes > 1 else "single"
+        if isinstance(given, ModelParallelStrategy):  # "auto" means all processes of a machine
+            return (
+                "fsdp2"
+                if getattr(given, "_tensor_parallel_size", "auto") == 1
+                else "tensor_parallel"
+            )
+        names = given if isinstance(given, str) else " ".join(class_names(given))
+        kinds = {"deepspeed": "deepspeed", "fsdp": "fsdp1", "ddp": "ddp", "diloco": "ddp"}
+        kinds["single"] = "single"
+        return next((kind for word, kind in kinds.items() if word in names.lower()), "other")
 
     @property
     def forks(self) -> bool:

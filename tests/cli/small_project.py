@@ -18,17 +18,14 @@ class Small(L.LightningModule):
     Args:
         width: Units of the hidden layer.
         lr: Learning rate.
-        fail_at: The step that raises an error.
     """
 
-    def __init__(self, width: int = 8, lr: float = 0.01, fail_at: int | None = None) -> None:
+    def __init__(self, width: int = 8, lr: float = 0.01) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
 
     def training_step(self, batch, batch_idx):
-        if self.global_step == self.hparams.fail_at:
-            raise ArithmeticError("planted")
         inputs, targets = batch
         return nn.functional.mse_loss(self.net(inputs), targets)
 

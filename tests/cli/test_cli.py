@@ -2,14 +2,12 @@
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import yaml
@@ -18,9 +16,9 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
 from lightning_opt.cli import main
-from lightning_opt.cli.measuring_commands import preset_arguments
+from lightning_opt.cli.main import COMMANDS
 from tests.cli.small_project import Small, SmallData
-from tests.helpers.models import AdversarialNet, SmallNet
+from tests.helpers.models import SmallNet
 from tests.helpers.trainers import quiet_trainer
 
 PROJECT = Path(__file__).with_name("small_project.py")
@@ -71,38 +69,30 @@ def fails(arguments: list[str], capsys: Any) -> tuple[int, str]:
 # --- help and mistakes ----------------------------------------------------------------------------
 
 
-def test_bare_command_lists_the_commands(capsys):
-    assert main([]) == 2
-    text = capsys.readouterr().out
-    for command in ("fit", "presets", "tune", "bench", "profile", "doctor"):
-        assert f"\n  {command} " in text
-    assert main(["--help"]) == 0
-    assert main(["--version"]) == 0
-    assert lo.__version__ in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [["--help"], ["tun"]])
-def test_help_and_wrong_commands_import_no_slow_module(words):
+def test_help_and_wrong_commands_import_no_slow_module():
     program = (
         "import sys; from lightning_opt.cli import main\n"
-        "main(sys.argv[1:]); print(); print(*sys.modules)"
+        "main(['--help']); main(['tun']); print(); print(*sys.modules)"
     )
-    command = [sys.executable, "-c", program, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     modules = set(done.stdout.splitlines()[-1].split())
     assert {"torch", "lightning", "numpy", "jsonargparse"} & modules == set()
 
 
-@pytest.mark.parametrize("command", ["fit", "presets", "tune", "bench", "profile", "doctor"])
-def test_help_has_examples_and_own_options_only(command, capsys):
-    assert main([command, "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "\nexamples:\n" in text
-    assert f"  lightning-opt {command} " in text
-    if command != "fit":  # fit lists the Trainer's arguments
-        assert "--trainer.max_epochs" not in text
-        assert len(text.splitlines()) < 80
+def test_help_lists_commands_examples_and_own_options(capsys):
+    assert main(["--version"]) == 0
+    assert lo.__version__ in capsys.readouterr().out
+    assert main([]) == 2
+    listed = capsys.readouterr().out
+    for command in ("fit", "presets", "tune", "bench", "profile", "doctor"):
+        assert f"\n  {command:9}{COMMANDS[command]}\n" in listed
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"\nexamples:\n  lightning-opt {command} " in text
+        if command != "fit":  # fit lists the Trainer's arguments
+            assert "--trainer.max_epochs" not in text
+            assert len(text.splitlines()) < 80
 
 
 @pytest.mark.parametrize(
@@ -120,12 +110,7 @@ def test_help_has_examples_and_own_options_only(command, capsys):
         (["bench", *TARGETS, "--against", "no.yaml"], "There is no file no.yaml"),
         (["profile", *TARGETS, "--trainer.max_steps=3"], "--steps sets the number"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
-        (
-            ["doctor", "PROJECT:Small"],
-            "has no train_dataloader. Name its LightningDataModule",
-        ),
         (["bench", *TARGETS, "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
-        (["fit", "--model"], "--model must be followed by"),
     ],
     ids=lambda value: " ".join(value[:6]) if isinstance(value, list) else "",
 )
@@ -144,15 +129,9 @@ def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     code, said = fails(["tune", "user_wrong.py:Model"], capsys)
     assert code == 1
     assert "ZeroDivisionError" in said
-
-
-def test_script_that_trains_on_import_is_rejected(capsys, tmp_path):
-    script = f"from {MODULE} import *\nL.Trainer(logger=False).fit(Small(), SmallData())\n"
-    (tmp_path / "user_script.py").write_text(script)
-    code, said = fails(["tune", "user_script.py:Small"], capsys)
-    assert code == 2
-    assert "user_script.py trains when it is imported" in said
-    assert "if __name__ == '__main__':" in said
+    assert "--debug" in said
+    assert main(["--debug", "tune", "user_wrong.py:Model"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_missing_extra_exits_with_3(capsys, monkeypatch):
@@ -160,15 +139,6 @@ def test_missing_extra_exits_with_3(capsys, monkeypatch):
     code, said = fails(["presets"], capsys)
     assert code == 3
     assert "pip install 'lightning-opt[cli]'" in said
-
-
-def test_failed_training_exits_with_1(capsys):
-    code, said = fails([*FIT, "--model.fail_at=2", "--trainer.max_steps=4", *BARE], capsys)
-    assert code == 1
-    assert "ArithmeticError: planted" in said
-    assert "--debug" in said
-    assert main(["--debug", *FIT, "--model.fail_at=2", "--trainer.max_steps=4", *BARE]) == 1
-    assert "Traceback" in capsys.readouterr().err
 
 
 def test_interrupted_training_exits_with_130(capsys):
@@ -181,18 +151,15 @@ def test_interrupted_training_exits_with_130(capsys):
 
 
 def test_presets_lists_and_explains(capsys):
-    assert main(["presets", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["preset"] for row in rows][:3] == ["basic", "advanced", "ultra"]
-    assert main(["presets", "ultra", "--json", "--trainer.strategy=fsdp"]) == 0
-    found = {row["part"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert "FSDP" in found["CompileModel"]["costs, or why not"]
+    assert main(["presets"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("basic") < text.index("advanced") < text.index("ultra")
+    assert main(["presets", "ultra", "--trainer.strategy=fsdp"]) == 0
+    assert "not supported, under this strategy" in capsys.readouterr().out
 
 
-def plain_cli(arguments: list[str], **settings: Any) -> LightningCLI:
-    return LightningCLI(
-        args=arguments, save_config_callback=None, seed_everything_default=0, **settings
-    )
+def plain_cli(*arguments: str) -> LightningCLI:
+    return LightningCLI(args=arguments, save_config_callback=None, seed_everything_default=0)
 
 
 @pytest.fixture
@@ -202,14 +169,13 @@ def _quiet_jsonargparse(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("_quiet_jsonargparse")
 def test_exported_preset_runs_under_lightning_cli(capsys, tmp_path):
-    written = ["presets", "ultra", "--yaml", "--without", "CompileModel"]
-    assert main([*written, "--trainer.max_epochs=1", *BARE]) == 0
+    assert main(["presets", "ultra", "--yaml", "--trainer.max_epochs=1", *BARE]) == 0
     file = tmp_path / "trainer.yaml"
     file.write_text(capsys.readouterr().out)
     model = [f"--model={MODULE}.Small", f"--data={MODULE}.SmallData"]
-    cli = plain_cli(["fit", "--config", str(file), *model])
+    cli = plain_cli("fit", "--config", str(file), *model)
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
-    expected = lo.preset("ultra", CompileModel=None).trainer_kwargs(accelerator="cpu")["callbacks"]
+    expected = lo.preset("ultra").trainer_kwargs(accelerator="cpu")["callbacks"]
     assert names[: len(expected)] == [type(callback).__name__ for callback in expected]
     assert cli.trainer.global_step == 8
 
@@ -240,6 +206,7 @@ def test_fit_gives_the_same_weights_as_python(tmp_path):
 
     # The saved configuration spells the preset out, and any LightningCLI can read it.
     (saved,) = tmp_path.rglob("config.yaml")
+    assert saved.with_name("report.html").exists()
     content = yaml.safe_load(saved.read_text())
     callbacks = [entry["class_path"] for entry in content["trainer"]["callbacks"]]
     assert callbacks == [
@@ -254,24 +221,9 @@ def test_fit_gives_the_same_weights_as_python(tmp_path):
     del content["ckpt_path"]
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(content))
-    cli = plain_cli(["fit", "--config", str(again), "--trainer.logger=false"])
+    cli = plain_cli("fit", "--config", str(again), "--trainer.logger=false")
     torch.use_deterministic_algorithms(False)
     assert all(torch.equal(found[name], v) for name, v in cli.model.state_dict().items())
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_fit_resumes_from_a_checkpoint(tmp_path):
-    once, first, resumed = tmp_path / "once", tmp_path / "first", tmp_path / "resumed"
-    start = [*FIT, "--preset=basic", *QUIET]
-    assert main([*start, "--trainer.max_epochs=2", f"--trainer.default_root_dir={once}"]) == 0
-    assert main([*start, "--trainer.max_epochs=1", f"--trainer.default_root_dir={first}"]) == 0
-    (checkpoint,) = first.rglob("*.ckpt")
-    (page,) = first.rglob("report.html")
-    assert page.with_name("config.yaml").exists()
-    more = ["--trainer.max_epochs=2", f"--trainer.default_root_dir={resumed}"]
-    assert main([*start, *more, f"--ckpt_path={checkpoint}"]) == 0
-    expected, found = weights_in(once), weights_in(resumed)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_fit_reads_the_preset_from_a_configuration_file(tmp_path, capsys):
@@ -312,10 +264,8 @@ def test_fit_starts_the_second_ddp_process(tmp_path):
 
 def test_profile_reports_phases(capsys, tmp_path):
     assert main(["profile", *TARGETS, "--steps=6", "--out=there", "--preset=basic", *QUIET]) == 0
-    assert "forward" in capsys.readouterr().out
-    report = json.loads((tmp_path / "there" / "profile.json").read_text())
-    phases = {row["phase"] for row in report["rows"]}
-    assert {"forward", "backward", "callback GradientHealth"} <= phases
+    table = capsys.readouterr().out
+    assert all(phase in table for phase in ("forward", "backward", "callback GradientHealth"))
     page = (tmp_path / "there" / "report.html").read_text()
     assert "Where a step's time goes" in page
     assert not (tmp_path / "report.html").exists()
@@ -345,20 +295,11 @@ lr_scheduler:
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss")
-@pytest.mark.parametrize(
-    "command",
-    [
-        "profile --steps=40",
-        pytest.param("bench --preset=basic --starts=1 --rounds=2", marks=pytest.mark.slow),
-    ],
-)
-def test_short_runs_save_nothing_and_skip_validation(command, capsys, tmp_path):
+def test_short_runs_save_nothing_and_skip_validation(capsys, tmp_path):
     Path("watched.yaml").write_text(WATCHED)
-    name, *options = command.split()
-    words = [name, "--config", "watched.yaml", "--model", f"{PROJECT}:Small"]
-    assert main([*words, "--data", f"{PROJECT}:SmallData", *options]) == 0, capsys.readouterr()
+    words = ["profile", *TARGETS, "--config", "watched.yaml", "--steps=40"]
+    assert main(words) == 0, capsys.readouterr()
     assert not (tmp_path / "saved").exists()
-    assert name == "profile" or not (tmp_path / "logged").exists()
 
 
 def test_doctor_reports_findings(capsys, tmp_path):
@@ -380,14 +321,6 @@ def test_model_with_its_own_loaders_needs_no_data(capsys):
     path = f"{SmallNet.__module__}:SmallNet"
     assert main(["profile", path, "--model.lr=0.01", "--steps=2", *QUIET]) == 0
     assert "backward" in capsys.readouterr().out
-
-
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
-def test_bench_leaves_out_parts_that_the_model_rules_out():
-    preset = pickle.loads(cloudpickle.dumps(lo.preset("ultra", DataPipelineTuner=None)))
-    trainer = {"accelerator": "cpu", "devices": 1, "precision": "32-true", "max_steps": 2}
-    with pytest.warns(UserWarning, match="leaves out MicroBatching: .* manual optimisation"):
-        quiet_trainer(**preset_arguments(preset, trainer)).fit(AdversarialNet())
 
 
 @pytest.mark.slow
