@@ -8,12 +8,12 @@ Compiled functions give the same bits.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from threading import Thread
 from typing import NamedTuple
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_opt.strategies.packing import chunks_of, quantize_rows
-
-log = logging.getLogger(__name__)
 
 COMPILE_AFTER = 2**32
 """Elements that are encoded before a CPU compiles. They take about 4 seconds."""
@@ -107,7 +105,7 @@ class Quantizer:
         command = [sys.executable, "-m", __name__, str(self.bits), str(self.block)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         none = subprocess.DEVNULL
-        try:
+        with suppress(Exception):  # no compiler, torch before 2.6
             with tempfile.TemporaryDirectory() as folder:
                 child = subprocess.Popen(
                     [*command, folder], env=environment, stdout=none, stderr=none
@@ -119,8 +117,6 @@ class Quantizer:
                 compiled = Functions(load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2"))
             if all(map(torch.equal, self._outcome(compiled), self._outcome(self.eager))):
                 self.compiled = compiled
-        except Exception:
-            log.debug("no compiled quantization", exc_info=True)  # no compiler, torch before 2.6
 
     def _outcome(self, functions: Functions) -> list[Tensor]:
         """Return the results of both functions for the same rows."""

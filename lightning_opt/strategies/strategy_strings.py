@@ -43,7 +43,6 @@ def register_strategies(registry: Any) -> None:
                 registry.register(
                     name + suffix,
                     NamedStrategy(strategy),
-                    description=f"{strategy}({arguments}), started by {start_method!r}",
                     start_method=start_method,
                     **arguments,
                 )

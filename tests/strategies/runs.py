@@ -113,7 +113,6 @@ def fit(
     batches: Any = None,
     *,
     ckpt_path: Any = None,
-    save_to: Any = None,
     scaler: torch.amp.GradScaler | None = None,
     **settings: Any,
 ) -> Trainer:
@@ -126,8 +125,6 @@ def fit(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lr_scheduler.step")
         trainer.fit(model, loader, ckpt_path=ckpt_path)
-    if save_to is not None:
-        trainer.save_checkpoint(save_to)
     return trainer
 
 

@@ -83,7 +83,7 @@ def round_off(flat: Tensor) -> float:
 @given(compressor=compressors, flat=tensors(), steps=st.integers(1, 4))
 def test_messages_and_residual_add_up_to_the_gradients(compressor, flat, steps):
     codec = compressor.codec(len(flat), CPU)
-    residual = torch.zeros_like(flat)
+    place, residual = codec.message.data_ptr(), torch.zeros_like(flat)
     sent = torch.zeros(len(flat), dtype=torch.float64)
     total = torch.zeros(len(flat), dtype=torch.float64)
     for step in range(steps):
@@ -91,6 +91,8 @@ def test_messages_and_residual_add_up_to_the_gradients(compressor, flat, steps):
         codec.compress(residual.add_(gradient))
         sent += decompressed(codec, codec.message, len(flat))
         total += gradient
+        assert codec.message.shape == (codec.nbytes,)
+        assert codec.message.data_ptr() == place
     torch.testing.assert_close(sent + residual, total, rtol=0, atol=20 * round_off(total))
 
 
@@ -178,20 +180,15 @@ def test_compiled_quantization_gives_the_same_bits():
     assert compiled.compiled is not eager.eager
     assert torch.equal(torch.get_rng_state(), random_state)
     for numel in (0, 1, 128, 300, 2**20 + 4 * 128 + 5):
-        for dtype in (torch.float32, torch.float64):
-            flat = torch.randn(numel, dtype=dtype).mul_(torch.logspace(-44, 20, numel))
-            flat[128:256] = 0
-            found = []
-            for quantizer in (compiled, eager):
-                codec, rest, total = (
-                    QuantizedCodec(numel, quantizer, CPU),
-                    flat.clone(),
-                    flat.clone(),
-                )
-                codec.compress(rest)
-                codec.decompress_add(codec.message, total, 1 / 3)
-                found.append((codec.message, rest, total))
-            assert all(map(torch.equal, *found))
+        flat = torch.randn(numel).mul_(torch.logspace(-44, 20, numel))
+        flat[128:256] = 0
+        found = []
+        for quantizer in (compiled, eager):
+            codec, rest, total = QuantizedCodec(numel, quantizer, CPU), flat.clone(), flat.clone()
+            codec.compress(rest)
+            codec.decompress_add(codec.message, total, 1 / 3)
+            found.append((codec.message, rest, total))
+        assert all(map(torch.equal, *found))
 
 
 def test_codec_compiles_once_after_many_elements(monkeypatch):
@@ -231,17 +228,6 @@ def test_message_sizes():
     assert Quantize(4).codec(numel, CPU).nbytes <= 0.505 * numel
 
 
-@relaxed
-@given(compressor=compressors, flat=tensors())
-def test_messages_have_fixed_length_and_memory(compressor, flat):
-    codec = compressor.codec(len(flat), CPU)
-    place = codec.message.data_ptr()
-    for factor in (1.0, 0.0, -3.0):
-        codec.compress(flat * factor)
-        assert codec.message.shape == (codec.nbytes,)
-        assert codec.message.data_ptr() == place
-
-
 # --- selection ----------------------------------------------------------------------------------
 
 
@@ -274,12 +260,9 @@ def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
     ("make", "word"),
     [
         (lambda: TopK(0.0), "ratio"),
-        (lambda: TopK(1.1), "ratio"),
         (lambda: Threshold(max_ratio=0.0), "max_ratio"),
         (lambda: Quantize(bits=3), "bits"),
-        (lambda: Quantize(block=0), "block"),
         (lambda: Quantize(block=5), "block"),
-        (lambda: Threshold(value=-1.0), "value"),
         (lambda: Threshold(value=0.0), "value"),
     ],
 )

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.output.report import Report
-from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
+from lightning_opt.strategies.compressors import Compressor, TopK
 
 Scheme = Compressor | torch.dtype | None
 """How buckets are sent: compressed, cast to a narrower dtype, or uncompressed (None)."""
@@ -153,7 +153,6 @@ class AutoChoice:
             {
                 "scheme": name_of(scheme),
                 "step ms": 1e3 * seconds,
-                "of uncompressed": seconds / self._medians[0],
                 "chosen": index == self.choice,
             }
             for index, (scheme, seconds) in enumerate(zip(self.schemes, self._medians, strict=True))
@@ -177,10 +176,4 @@ def gentlest_that_pays(seconds: Sequence[float], margins: Sequence[float]) -> in
 
 
 def name_of(scheme: Scheme) -> str:
-    if scheme is None:
-        return "uncompressed"
-    if isinstance(scheme, TopK):
-        return f"TopK({scheme.ratio:g})"
-    if isinstance(scheme, Quantize):
-        return f"Quantize({scheme.bits})"
-    return str(scheme).removeprefix("torch.")
+    return "uncompressed" if scheme is None else str(scheme).removeprefix("torch.")

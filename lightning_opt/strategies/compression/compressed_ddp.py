@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -31,8 +30,6 @@ from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.lightning import BaseDDPStrategy, is_overridden
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
-
-TOO_SPARSE_FOR_ADAM = 0.002
 
 
 class CompressedDDPStrategy(OwnExchangeStrategy):
@@ -173,7 +170,6 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         """Create the optimizers, and check them and the callbacks."""
         super().setup_optimizers(trainer)
         raise_if_lbfgs("Compressed DDP", self.optimizers)
-        adaptive = not all(isinstance(optimizer, SGD) for optimizer in self.optimizers)
         clipping = [
             type(callback).__name__
             for callback in trainer.callbacks
@@ -181,20 +177,14 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         ]
         if is_overridden("configure_gradient_clipping", self.lightning_module):
             clipping.append(f"{type(self.lightning_module).__name__}.configure_gradient_clipping")
-        if self._auto is not None and (adaptive or clipping):
+        only_sgd = all(isinstance(optimizer, SGD) for optimizer in self.optimizers)
+        if self._auto is not None and (clipping or not only_sgd):
             self._auto.schemes.pop()  # late gradients suit neither Adam nor clipping
         if self._reduction is not None and not self.chooses and self.compressor.late and clipping:
             raise ValueError(
                 f"{clipping[0]} clips reduced gradients, but {self.compressor} keeps the rest of "
                 "an outlier and sends it later, past the clipping. Use "
                 "Trainer(gradient_clip_val=...), which clips before compression, or 'ddp_int8'."
-            )
-        ratio = self.compressor.ratio if isinstance(self.compressor, TopK) else 1.0
-        if adaptive and not self.chooses and ratio <= TOO_SPARSE_FOR_ADAM:
-            rank_zero_warn(
-                f"Sending {ratio:.2%} of the gradients with an Adam optimizer is known to lose "
-                "accuracy: most elements are then zero for hundreds of steps, and the second "
-                "moments decay. Use ratio=0.01, or SGD with momentum."
             )
         if self._reduction is not None:
             if self._resumed is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -100,6 +99,7 @@ class Exchange(ABC):
         self.skipped = torch.zeros((), dtype=torch.bool, device=residual.committed.device)
         self._world = dist.get_world_size()
 
+    @abstractmethod
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step. On a device, nothing is read to the host.
 
@@ -112,12 +112,11 @@ class Exchange(ABC):
         Returns:
             A future of ``gradient``.
         """
-        self.skipped.zero_()
-        return self._launch(gradient, scale, is_finite(self.residual.pending).logical_not())
 
-    @abstractmethod
-    def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
-        """Encode and send; ``bad`` is whether this rank's gradient is not finite."""
+    def _begin_step(self) -> Tensor:
+        """Return whether this rank's gradient is not finite."""
+        self.skipped.zero_()
+        return is_finite(self.residual.pending).logical_not()
 
     def commit(self) -> None:
         """Commit the residual unless the step was skipped."""
@@ -156,15 +155,17 @@ class GatherExchange(Exchange):
         self._gathered = self._codec.message.repeat(self._world, 1)
         self.sent_bytes = (self._world - 1) * self._codec.nbytes
 
-    def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
+    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         codec, gathered = self._codec, self._gathered
-        encode(codec, self.residual.pending, bad)
+        encode(codec, self.residual.pending, self._begin_step())
         work = all_gather(gathered.view(-1), codec.message, async_op=True)
 
         def finish(future: Future[list[Tensor]]) -> Tensor:
             future.value()  # raises its error, such as a lost rank
             self.skipped.logical_or_(any_flag(gathered))
-            add_messages(codec, gathered, clear(gradient, self.skipped), scale / self._world)
+            clear(gradient, self.skipped)
+            for message in gathered:  # in the order of ranks: all get equal bits
+                codec.decompress_add(message, gradient, scale / self._world)
             return gradient
 
         future: Future[Tensor] = work.get_future().then(finish)
@@ -216,8 +217,8 @@ class TwoStageExchange(Exchange):
         self._gathered = torch.empty_like(self._sent)
         self.sent_bytes = 2 * (world - 1) * self._codec.nbytes
 
-    def _launch(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
-        codec, on_cpu = self._codec, reads_are_free(gradient.device)
+    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
+        codec, on_cpu, bad = self._codec, reads_are_free(gradient.device), self._begin_step()
         for codec.message, shard in zip(self._sent, self._shards, strict=True):
             encode(codec, self.residual.pending[shard], bad)
         # On a CPU the worker may be using the other group, and gloo needs one order of calls.
@@ -254,7 +255,8 @@ class TwoStageExchange(Exchange):
         codec, skipped = self._codec, self.skipped
         skipped.logical_or_(any_flag(self._received))
         mean = self._mean_residual.pending.copy_(self._mean_residual.committed)
-        add_messages(codec, self._received, mean, 1.0 / self._world)
+        for message in self._received:
+            codec.decompress_add(message, mean, 1.0 / self._world)
         codec.message = self._mean_message
         codec.compress(mean)
         all_gather(self._gathered.view(-1), codec.message, group=self._group)
@@ -290,9 +292,3 @@ def encode(codec: Codec, flat: Tensor, bad: Tensor) -> None:
 def clear(out: Tensor, non_finite: Tensor) -> Tensor:
     """Fill ``out`` with zeros, or with NaN if any rank's gradient was not finite."""
     return out.fill_(torch.where(non_finite, math.nan, 0.0))
-
-
-def add_messages(codec: Codec, messages: Iterable[Tensor], out: Tensor, alpha: Scalar) -> None:
-    """Add ``alpha`` times the values of messages to ``out``, in order: all ranks get equal bits."""
-    for message in messages:
-        codec.decompress_add(message, out, alpha)

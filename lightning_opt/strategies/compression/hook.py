@@ -24,7 +24,6 @@ from torch.futures import Future
 from lightning_opt.strategies.compression.buckets import Bucket, Buckets
 from lightning_opt.strategies.compression.choice import Scheme
 from lightning_opt.strategies.compression.exchange import (
-    Exchange,
     GatherExchange,
     TwoStageExchange,
     all_reduce_mean,
@@ -189,8 +188,11 @@ class CompressedReduction:
         if state.compressor is not compressor:
             state.by_parameter()  # folds the residuals of the earlier exchange
             state.compressor, state.exchange = compressor, None
-            if compressor is not None:
-                state.exchange = self._make_exchange(compressor, state, parameters)
+            if self._own_group is not None and isinstance(compressor, Quantize):
+                state.exchange = TwoStageExchange(compressor, state, self._own_group, self._worker)
+            elif compressor is not None:
+                bound = self._bounds.get(next(iter(parameters)))
+                state.exchange = GatherExchange(compressor, state, bound)
         state.add(bucket.buffer(), self._scale)
         if self._may_skip:
             # DDP discards the reduced gradient of a parameter that no rank used, and the bucket
@@ -228,13 +230,6 @@ class CompressedReduction:
         launched, self._launched = self._launched, []
         for state in launched if self._error_feedback else []:
             state.commit_step()
-
-    def _make_exchange(
-        self, compressor: Compressor, bucket: Bucket, parameters: Mapping[str, Tensor]
-    ) -> Exchange:
-        if self._own_group is not None and isinstance(compressor, Quantize):
-            return TwoStageExchange(compressor, bucket, self._own_group, self._worker)
-        return GatherExchange(compressor, bucket, self._bounds.get(next(iter(parameters))))
 
     def close(self) -> None:
         for handle in self._handles:

@@ -103,12 +103,12 @@ class DiLoCoStrategy(OwnExchangeStrategy):
     ) -> None:
         super().__init__(**kwargs)
         lr, momentum = default_outer(check_at_least("sync_every", sync_every, 1))
+        outer_lr = lr if outer_lr is None else outer_lr
+        outer_momentum = momentum if outer_momentum is None else outer_momentum
         self.plan = Plan(
             sync_every,
-            lr if outer_lr is None else check_positive("outer_lr", outer_lr),
-            momentum
-            if outer_momentum is None
-            else check_fraction("outer_momentum", outer_momentum),
+            check_positive("outer_lr", outer_lr),
+            check_fraction("outer_momentum", outer_momentum),
             check_at_least("fragments", fragments, 1),
             check_at_least("delay", delay, 0),
             check_one_of("compression", compression, tuple(CODECS)),

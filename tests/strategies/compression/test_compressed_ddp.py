@@ -1,11 +1,14 @@
 """Compressed DDP in real processes over gloo."""
 
+import itertools
+import os
 import warnings
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_opt.strategies.compression import exchange
 from lightning_opt.strategies.compression.compressed_ddp import (
     CompressedDDPStrategy,
     HookedDDPStrategy,
@@ -121,6 +124,26 @@ def _three_processes() -> None:
 def test_nothing_is_lost_and_overflow_skips_the_step_on_all_ranks():
     launch(_two_processes)
     launch(_three_processes, processes=3)
+
+
+def _lose_a_rank() -> None:
+    """Rank 1 dies after it has sent some of a step's buckets."""
+    sent, all_gather = itertools.count(), exchange.all_gather
+
+    def die_or_gather(*arguments: Any, **settings: Any) -> Any:
+        if int(os.environ["RANK"]) == 1 and next(sent) == 4:
+            os._exit(3)
+        return all_gather(*arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "all_gather", die_or_gather)
+        fit(Ledger(), compressed(Quantize(8)), range(1000))
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_lost_rank_ends_the_others(processes):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
+        launch(_lose_a_rank, timeout=240, processes=processes)
 
 
 # --- resume -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_opt.strategies.compression import hook as hook_module
-from lightning_opt.strategies.compression.buckets import Bucket, clip_locally
+from lightning_opt.strategies.compression.buckets import clip_locally
 from lightning_opt.strategies.compression.hook import CompressedReduction, Traffic
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from tests.helpers.syncs import SyncCounter, take_device_path
@@ -55,8 +55,7 @@ def run_steps(hook: CompressedReduction, parameters: list[Tensor], device: str) 
             bucket = SimulatedBucket(index, own, buffer)
             means.append(hook.reduce(bucket).wait())  # type: ignore[arg-type]
         found = torch.full((), float(step == 3), device=device)
-        hook.skip(parameters, found)
-        hook.skip(parameters[1:2], found)
+        hook.skip(parameters[:2], found)  # all of the first bucket, and part of the second
     hook.commit()
     return means
 
@@ -83,63 +82,34 @@ def test_device_path_reads_nothing_and_equals_the_cpu_path(monkeypatch, scheme, 
             hook = reduction(scheme, parameters, **settings())
             launched.clear()
             means = run_steps(hook, parameters, "cpu")
-            kept = {}
-            for bucket in hook.buckets.current.values():
-                kept |= {name: bucket.committed[part] for name, part in bucket.parts.items()}
-            if path == "device":
-                assert not syncs.where
-            found.append((means, kept))
+            assert path == "host" or not syncs.where
             assert "new_group" not in launched  # groups are made before the first step
+            found.append((means, [bucket.committed for bucket in hook.buckets.current.values()]))
             hook.close()
     (means, kept), (device_means, device_kept) = found
-    exact = not isinstance(scheme, TopK | Threshold)
-    for mean, device_mean in zip(means, device_means, strict=True):
-        assert torch.equal(mean.isnan(), device_mean.isnan())
-        if exact:
-            assert torch.equal(mean.nan_to_num(), device_mean.nan_to_num())
-    if isinstance(scheme, Compressor):
-        assert means[5].isnan().all()
+    if not isinstance(scheme, TopK | Threshold):
+        torch.testing.assert_close(means, device_means, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(kept, device_kept, rtol=0, atol=0)
+    assert means[5].isnan().all() or not isinstance(scheme, Compressor)
+    for own, other in zip(means, device_means, strict=True):
+        assert torch.equal(own.isnan(), other.isnan())
     assert not means[7].isnan().any()
-    for name in kept:
-        assert device_kept[name].isfinite().all()
-        if exact:
-            assert torch.equal(kept[name], device_kept[name]), name
-
-
-def test_partly_skipped_bucket_on_a_device_equals_the_cpu(monkeypatch):
-    simulate_ranks(monkeypatch, 2)
-    parts = {"a": slice(0, 3), "b": slice(3, 5), "c": slice(5, 9)}
-    conditions = [("a", 0.0), ("b", 1.0), ("b", 0.0), ("c", 0.0), ("c", None)]
-    kept = []
-    for path in ("host", "device"):
-        with monkeypatch.context() as patch, SyncCounter() as syncs:
-            if path == "device":
-                take_device_path(patch)
-            residual = Bucket(torch.arange(9.0), parts)
-            residual.add(torch.full((9,), 10.0), torch.full((), 2.0))
-            for name, found in conditions:
-                residual.skip([name, "elsewhere"], None if found is None else torch.tensor(found))
-            residual.commit_step()
-            assert path == "host" or not syncs.where
-            kept.append(residual.committed)
-    assert kept[0].tolist() == [5.0, 6.0, 7.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    assert torch.equal(*kept)
+    assert all(rest.isfinite().all() for rest in device_kept)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_local_clipping_reads_nothing(algorithm, dtype):
     gradient = torch.tensor([3.0, -4.0, 0.5], dtype=dtype)
-    small, bad = gradient / 100, torch.tensor([1.0, -math.inf, 9.0], dtype=dtype)
-    clipped, unclipped = gradient.clone(), small.clone()
+    clipped, unclipped, bad = gradient.clone(), gradient / 100, gradient * torch.inf
     with SyncCounter() as syncs:
         for one in (clipped, unclipped, bad):
             clip_locally(one, torch.tensor(2.0), algorithm, 4)
     assert not syncs.where
     exact = gradient / gradient.norm() if algorithm == "norm" else gradient.clamp(-2, 2)
     torch.testing.assert_close(clipped, exact)
-    assert torch.equal(unclipped, small)
-    assert not bad.isfinite().all()
+    assert torch.equal(unclipped, gradient / 100)
+    assert not bad.isfinite().any()
 
 
 def test_seconds_count_overlapping_buckets_once(monkeypatch):

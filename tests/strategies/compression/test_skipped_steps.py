@@ -15,6 +15,7 @@ from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
 from tests.helpers.processes import launch
 from tests.strategies.runs import (
     Ledger,
+    LedgerByHand,
     SaveAtEnd,
     assert_nothing_is_lost,
     compressed,
@@ -74,27 +75,19 @@ def _skip() -> None:
         assert_nothing_is_lost(model, strategy, accounts)
 
 
-class TwoByTurns(Ledger):
+class TwoByTurns(LedgerByHand):
     """Two optimizers over one backward pass; one of them skips some steps."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizers = self.optimizers()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
+        self.manual_backward(Ledger.training_step(self, batch, batch_idx))
         if int(batch) in SKIPPED:
             for weight in list(self.weights)[1::2]:
                 weight.grad = None
         for optimizer in optimizers:
             optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        weights = list(self.weights)
-        return [torch.optim.SGD(weights[number::2], lr=1.0) for number in (0, 1)]
 
 
 def _by_turns() -> None:
@@ -153,9 +146,19 @@ def test_clipping_reduced_gradients_raises_with_late_compressors():
 # --- restored during a run ----------------------------------------------------------------------
 
 
-class StateAtStart(Callback):
+class State(Callback):
+    """Stores the state at the start, or after a batch and the callbacks before this one."""
+
+    def __init__(self, batch: int | None = None) -> None:
+        self.batch = batch
+
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.state = state_of(trainer)
+        if self.batch is None:
+            self.state = state_of(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        if arguments[-1] == self.batch:
+            self.state = state_of(trainer)
 
 
 def _size_of_residuals(state: dict[str, Any]) -> float:
@@ -171,26 +174,15 @@ class Searched(Ledger):
 
 def _finder() -> None:
     finder = LearningRateFinder(num_training_steps=20, update_attr=False)
-    start = StateAtStart()
+    start = State()
     fit(Searched(), compressed(), range(30), callbacks=[finder, start])
     assert start.state["step"] == -1
     assert _size_of_residuals(start.state) == 0
 
 
-class StateAfter(Callback):
-    """Stores the state after one batch, after the callbacks before this one."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
-        if arguments[-1] == self.batch:
-            self.state = state_of(trainer)
-
-
 def _rollback() -> None:
     guard = lo.NonFiniteGuard(policy="rollback", rollback_after=1, snapshot_every_n_steps=5)
-    after = StateAfter(12)
+    after = State(12)
     fit(Ledger(bad=(12, 1, 3)), compressed(), range(14), callbacks=[guard, after])
     assert guard.report() is None or after.state["step"] == 12
     assert _size_of_residuals(after.state) == 0
@@ -205,14 +197,10 @@ def _again(path: str) -> None:
     model.validation_step = lambda *args: None  # type: ignore[method-assign, assignment]
     trainer.validate(model, loader, ckpt_path=path, verbose=False)
     trainer.fit_loop.epoch_progress.reset()
-    second = Ledger()
-    start = StateAtStart()
-    fit(second, compressed(), range(20), callbacks=[start])
-    assert _size_of_residuals(start.state) == 0
     trainer.fit_loop.max_epochs = 2
-    start = StateAtStart()
+    start = State()
     trainer.callbacks.append(start)  # type: ignore[attr-defined]
-    trainer.fit(second, DataLoader(range(20), batch_size=None))
+    trainer.fit(Ledger(), DataLoader(range(20), batch_size=None))
     assert _size_of_residuals(start.state) == 0
     assert start.state["step"] == -1
 
