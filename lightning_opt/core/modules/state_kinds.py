@@ -158,5 +158,7 @@ def advanced(once: Snapshot, twice: Snapshot, parts: Snapshot) -> list[str]:
 
 
 def _distance(value: float | Tensor, other: float | Tensor) -> float:
+    if not (isinstance(value, Tensor) or isinstance(other, Tensor)):
+        return float(abs(value - other))
     a, b = torch.as_tensor(value).double(), torch.as_tensor(other).double()
     return float((a - b).norm()) if a.shape == b.shape else math.inf
