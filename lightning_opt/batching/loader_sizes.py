@@ -28,13 +28,13 @@ def batch_size_of(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def samples_of(loader: DataLoader[Any]) -> int | None:
-    """Return the number of samples of a loader on this rank; None if it is unknown."""
+def samples_of(loader: DataLoader[Any]) -> int:
+    """Return the number of samples of a loader on this rank; a billion if it is unknown."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     try:
         return len(sampler)
     except TypeError:
-        return None
+        return 10**9
 
 
 def check_loader(loader: Any) -> int:

@@ -45,12 +45,7 @@ class LimitMeter:
         self._budget = None if budget_mb is None else int(budget_mb * MB)
         self._limits = MemoryLimits(device, host=device.type != "cuda")
         self._meter = PeakMeter(device, fragments=True)
-        self.sample = self._meter.sample
-
-    @property
-    def samples(self) -> bool:
-        """Whether the system records no peak, so that :meth:`sample` must be called."""
-        return self._meter.samples
+        self.sample = self._meter.sample  # for systems that record no peak
 
     def start(self) -> None:
         if self._device.type == "cpu":

@@ -42,20 +42,17 @@ class SplitCheck:
     and compares the gradients. The state of the run is restored. See :class:`Comparison`.
 
     Args:
-        owner: The callback's name.
-        per_token: The argument that a warning suggests for a loss that is a mean over tokens.
         splitter: Splits the batches.
-        splits: Whether the callback splits batches, so that ``training_step`` runs once per part.
-            Then changed state and logged values are checked too.
+        runs_parts: Whether ``training_step`` runs once per part, as under ``MicroBatching``. Then
+            changed state and logged values are checked too.
 
     Attributes:
         sums: Names of values that are logged as means but are sums over samples.
         parameters_change: Whether ``training_step`` itself writes parameters.
     """
 
-    def __init__(self, owner: str, per_token: str, splitter: Splitter, splits: bool) -> None:
-        self._owner, self._per_token, self._splitter = owner, per_token, splitter
-        self._splits = splits
+    def __init__(self, splitter: Splitter, runs_parts: bool) -> None:
+        self._splitter, self._runs_parts = splitter, runs_parts
         self._batches = 0
         self._has_compared = False
         self._messages: dict[str, str] = {}
@@ -85,7 +82,7 @@ class SplitCheck:
         """
         self._batches += 1
         is_sharded = not isinstance(trainer.strategy, STRATEGIES)
-        if self._batches not in CHECKED_BATCHES or (is_sharded and not self._splits):
+        if self._batches not in CHECKED_BATCHES or (is_sharded and not self._runs_parts):
             return
         found = Comparison(trainer, module, self._splitter, batch, batch_idx)
         if is_sharded:
@@ -97,7 +94,7 @@ class SplitCheck:
         self.sums |= found.sums
         self.parameters_change |= bool(found.parameters)
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
-        self._describe(found, TOLERANCE_16_BIT if half else TOLERANCE)
+        self._record_findings(found, TOLERANCE_16_BIT if half else TOLERANCE)
         if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
             self._messages["BatchNorm"] = (
                 "BatchNorm takes its statistics from the samples of one training_step, so "
@@ -113,7 +110,7 @@ class SplitCheck:
             return largest_over_ranks(numbers, device, groups[0]) if groups else list(numbers)
 
         samples = found.count_samples()
-        if samples == 1 and not self._splits:
+        if samples == 1 and not self._runs_parts:
             found.problem = "a batch has only one sample."
         fewest = -largest(-samples)[0]
         samples = int(min(fewest, MAX_SAMPLES, max(2, size or MAX_SAMPLES)))
@@ -130,8 +127,8 @@ class SplitCheck:
             found.problem = "another rank could not run parts of its batch."
         found.fails_on_parts = bool(fails_on_parts)
 
-    def _describe(self, found: Comparison, tolerance: float) -> None:
-        names = [*found.parameters, *(found.state if self._splits else ())]
+    def _record_findings(self, found: Comparison, tolerance: float) -> None:
+        names = [*found.parameters, *(found.state if self._runs_parts else ())]
         if names:
             self._messages["state"] = (
                 f"each training_step changes {', '.join(names[:MAX_NAMES])}, and it runs several "
@@ -147,14 +144,15 @@ class SplitCheck:
             return
         self._has_compared = True
         if found.error > tolerance:
+            per_token = "loss='mean_over_tokens'" if self._runs_parts else "normalize='tokens'"
             self._messages["gradient"] = (
                 "the parts of a batch do not add up to its gradient: for a few samples they are "
-                f"off by {found.error:.1%}. For a mean over tokens, pass {self._per_token} and "
+                f"off by {found.error:.1%}. For a mean over tokens, pass {per_token} and "
                 "count, a function of the batch that counts them. A training_step that compares "
                 "or mixes samples (a contrastive loss, mixup, hard-example mining) needs its large "
                 "batch as a whole."
             )
-        elif found.logged and self._splits:
+        elif found.logged and self._runs_parts:
             self._messages["logged"] = (
                 f"a split batch logs the mean of its parts' values for {found.logged}, which is "
                 "not the value of the whole batch. Values of an epoch are exact for metrics of "
@@ -163,8 +161,9 @@ class SplitCheck:
 
     def report(self) -> None:
         """Warn once per kind of finding. Call this after the batch has run without an error."""
+        owner = "MicroBatching" if self._runs_parts else "Accumulation"
         while self._messages:
             kind, message = self._messages.popitem()
             if kind not in self._reported:
                 self._reported.add(kind)
-                rank_zero_warn(f"{self._owner}: {message}")
+                rank_zero_warn(f"{owner}: {message}")

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 UNITS = ("batches", "samples", "tokens")
-PER_TOKEN = "normalize='tokens'"
 
 
 class Accumulation(RunCallback):
@@ -201,7 +200,7 @@ class Accumulation(RunCallback):
             trainer.accumulate_grad_batches = self._length  # of the resumed window
         self._splitter.several_loaders = has_several_loaders(trainer)
         if self._count is not None or self.normalize != "batches":
-            self._check = SplitCheck("Accumulation", PER_TOKEN, self._splitter, splits=False)
+            self._check = SplitCheck(self._splitter, runs_parts=False)
         self._lightning_make_step = optimization._make_step_fn
         self._lightning_make_zero = optimization._make_zero_grad_fn
         assert self._stack is not None

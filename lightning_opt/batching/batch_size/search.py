@@ -92,17 +92,13 @@ class FoundSizes:
         return Report("Batch sizes", rows, notes)
 
 
-def any_size(size: int) -> int:
-    return size
-
-
 def find_largest(
     run: Callable[[int], Trial],
     initial: int,
     most: int,
     *,
     target: float,
-    allowed: Callable[[int], int] = any_size,
+    allowed: Callable[[int], int] = int,
 ) -> tuple[int, list[Trial]]:
     """Return the largest size that fits, 0 if none does, and all trials.
 
@@ -174,7 +170,7 @@ def _predict(peaks: Mapping[int, float], baseline: float, target: float) -> int 
 
 
 def find_fastest(
-    run: Callable[[int], Trial], largest: int, allowed: Callable[[int], int] = any_size
+    run: Callable[[int], Trial], largest: int, allowed: Callable[[int], int] = int
 ) -> tuple[int, list[Trial]]:
     """Return the size with the most samples per second, and one trial per size with its mean speed.
 

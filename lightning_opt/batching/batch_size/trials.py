@@ -19,7 +19,6 @@ from torch.utils.data import BatchSampler
 from lightning_opt.batching.batch_size.search import (
     FoundSizes,
     Trial,
-    any_size,
     find_fastest,
     find_largest,
 )
@@ -105,8 +104,7 @@ class TrialCallback(BaseCallback):
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator):
                 self.stack.callback(generator.set_state, generator.get_state())
-        samples = samples_of(loader)
-        self.samples = 10**9 if samples is None else samples
+        self.samples = samples_of(loader)
         self.size = min(self.size or self.loader_size, self.samples)
         if self.size != self.loader_size:
             set_batch_size(loader, self.size)
@@ -239,7 +237,7 @@ class Trials:
         self.initial = self._samples = 0
 
     def find(
-        self, mode: str, max_size: int | None, allowed: Callable[[int], int] = any_size
+        self, mode: str, max_size: int | None, allowed: Callable[[int], int] = int
     ) -> FoundSizes:
         """Search for the largest size, and for the fastest if ``mode`` is ``"fastest"``.
 

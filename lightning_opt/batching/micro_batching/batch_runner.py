@@ -46,8 +46,6 @@ from lightning_opt.trainer.lightning import (
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-PER_TOKEN = "loss='mean_over_tokens'"
-
 
 class BatchRunner(AbstractClosure[ClosureResult]):
     """Runs forward and backward passes of each batch in parts, in place of Lightning's closure.
@@ -71,7 +69,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         super().__init__()
         self._trainer, self._module = trainer, module
         self._splitter = splitter
-        self._check = SplitCheck("MicroBatching", PER_TOKEN, splitter, splits=True)
+        self._check = SplitCheck(splitter, runs_parts=True)
         self._sizes, self._ranks = sizes, ranks
         self._device = trainer.strategy.root_device
         self._parameters: list[nn.Parameter] = list(module.parameters())
