@@ -153,6 +153,7 @@ class AutoChoice:
             {
                 "scheme": name_of(scheme),
                 "step ms": 1e3 * seconds,
+                "of uncompressed": seconds / self._medians[0],
                 "chosen": index == self.choice,
             }
             for index, (scheme, seconds) in enumerate(zip(self.schemes, self._medians, strict=True))

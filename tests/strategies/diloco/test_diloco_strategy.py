@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from tests.helpers.models import SmallNet, batches_of, loader_of
+from tests.helpers.models import SmallNet, assert_same_weights, batches_of, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, SaveAt
 from tests.strategies.diloco.reference import assert_equals_simulation
@@ -96,8 +96,7 @@ def _resume(folder: str) -> None:
     fit(first, lo.DiLoCoStrategy(**STREAMING), callbacks=[SaveAt(path, 9)])
     second = Net()
     fit(second, lo.DiLoCoStrategy(**STREAMING), ckpt_path=path)
-    for name, weight in weights_of(first).items():
-        assert torch.equal(weight, second.state_dict()[name]), name
+    assert_same_weights(first, second)
     assert same_on_all_ranks(second)
 
 
@@ -110,8 +109,7 @@ def _resume_elsewhere(folder: str) -> Any:
     )
     assert trainer.global_step == STEPS
     content = torch.load(f"{folder}/half.ckpt", weights_only=True)
-    for name, weight in at_start[0].items():
-        assert torch.equal(weight, content["state_dict"][name])
+    assert_same_weights(at_start[0], content["state_dict"])
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert same_on_all_ranks(model)
     assert all(weight.isfinite().all() for weight in model.parameters())
@@ -347,12 +345,10 @@ def test_invalid_arguments_raise(settings, words):
 def _alone() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         fit(Net(optimizer="LBFGS"), "diloco")
-    weights = []
-    for strategy in ("ddp", "diloco"):
-        model = Net()
+    models = Net(), Net()
+    for model, strategy in zip(models, ("ddp", "diloco"), strict=True):
         fit(model, strategy)
-        weights.append(weights_of(model))
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    assert_same_weights(*models)
 
 
 def test_single_process_trains_like_ddp_and_lbfgs_raises():
