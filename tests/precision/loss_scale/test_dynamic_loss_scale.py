@@ -1,15 +1,12 @@
 """DynamicLossScale compared with a manual loop in plain torch."""
 
-import json
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,7 +17,7 @@ from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import ResumableLoader, assert_same_state, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.syncs import take_device_path
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
 
 WIDTH, BATCH = 8, 4
 SHARE = 0.02  # of the loss, so that only scales above 65536 overflow without planted factors
@@ -167,9 +164,11 @@ def test_scale_matches_a_manual_loop(fused, path):
 
 
 def test_scale_has_a_floor():
-    planted = dict.fromkeys(range(6), 1e30)
+    planted = dict.fromkeys((*range(6), 10, 12, 14, 16), 1e30)
     net, expected = Net(20, planted), Net(20, planted)
-    scales = fit(net, lo.DynamicLossScale(64.0, growth_interval=3, min_scale=16.0))
+    # Separate overflows at the floor are no collapse.
+    plugin = lo.DynamicLossScale(64.0, growth_interval=3, min_scale=16.0, patience=5)
+    scales = fit(net, plugin)
     reference = Reference(expected, 64.0, interval=3, floor=16.0)
     assert scales == reference.scales
     assert scales[:6] == [32.0] + [16.0] * 5
@@ -191,12 +190,6 @@ def test_collapse_at_the_floor_raises(factor, path):
     good = Net(4)
     fit(good, lo.DynamicLossScale(8.0))
     assert_same_weights(net, good)
-
-
-def test_separate_overflows_at_the_floor_are_no_collapse():
-    planted = dict.fromkeys(range(0, 40, 2), 1e30)
-    plugin = lo.DynamicLossScale(1.0, patience=2)
-    assert fit(Net(40, planted), plugin) == [1.0] * 40
 
 
 def test_counts_are_logged_on_schedule():
@@ -248,15 +241,12 @@ def test_schedulers_wait_under_accumulation():
 # --- resume -------------------------------------------------------------------------------------
 
 
-class Save(Callback):
-    """Saves one checkpoint after a number of optimizer steps."""
+class SaveOnce(SaveAt):
+    """Saves at the end of the step, not in the next window of batches."""
 
-    def __init__(self, step: int, file: Path) -> None:
-        self.step, self.file = step, file
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step and not self.file.exists():
-            trainer.save_checkpoint(self.file)
+    def on_train_batch_end(self, trainer, *_):
+        if not self.file.exists():
+            super().on_train_batch_end(trainer)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +258,7 @@ def test_resume_is_bit_exact(planted, accumulate, path, tmp_path):
     file, settings = tmp_path / "stopped.ckpt", {"accumulate_grad_batches": accumulate}
     whole, resumed = (lo.DynamicLossScale(growth_interval=3) for _ in range(2))
     net, again = (Net(20 * accumulate, planted, warmup=True) for _ in range(2))
-    scales = fit(net, whole, Save(10, file), **settings)
+    scales = fit(net, whole, SaveOnce(file, 10), **settings)
     trainer = quiet_trainer(plugins=[resumed], callbacks=[later := Scales()], **settings)
     trainer.fit(again, ckpt_path=file, weights_only=True)
     assert later.seen == scales[10 * accumulate :]
@@ -282,7 +272,7 @@ def test_resume_is_bit_exact(planted, accumulate, path, tmp_path):
 
 def test_new_settings_replace_those_of_the_checkpoint(tmp_path):
     file = tmp_path / "end.ckpt"
-    fit(Net(4), lo.DynamicLossScale(1024.0), Save(4, file))
+    fit(Net(4), lo.DynamicLossScale(1024.0), SaveAt(file, 4))
     plugin = lo.DynamicLossScale(growth_interval=200, min_scale=4096.0)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[scales := Scales()], max_epochs=2)
     trainer.fit(Net(4), ckpt_path=file, weights_only=True)
@@ -293,9 +283,9 @@ def test_new_settings_replace_those_of_the_checkpoint(tmp_path):
 def test_checkpoints_are_compatible_with_the_plugin_of_lightning(tmp_path):
     theirs, ours = tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt"
     plain = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=512.0))
-    fit(Net(4), plain, Save(4, theirs))
+    fit(Net(4), plain, SaveAt(theirs, 4))
     plugin = lo.DynamicLossScale()
-    quiet_trainer(plugins=[plugin], callbacks=[Save(8, ours)], max_epochs=2).fit(
+    quiet_trainer(plugins=[plugin], callbacks=[SaveAt(ours, 8)], max_epochs=2).fit(
         net := Net(4), ckpt_path=theirs, weights_only=True
     )
     assert plugin.scaler.get_scale() == 512.0
@@ -403,37 +393,12 @@ def test_another_model_resets_the_scale():
     assert fit(Net(3), plugin)[-1] == 65536.0
 
 
-def test_plugin_can_be_created_by_lightning_cli(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fit"])
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    init_args = {"init_scale": 256.0, "growth_interval": 4, "patience": 3}
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(quiet, False)}
-    trainer["plugins"] = [{"class_path": "lightning_opt.DynamicLossScale", "init_args": init_args}]
-    config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"trainer": trainer}))
-    found = LightningCLI(
-        Net,
-        args=["fit", "--config", str(config)],
-        save_config_callback=None,
-        seed_everything_default=False,
-    )
-    plugin = found.trainer.precision_plugin
-    assert type(plugin) is lo.DynamicLossScale
-    assert (plugin.patience, plugin.scaler.get_scale()) == (3, 256.0 * 2**5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"min_scale": 4.0, "init_scale": 2.0}, "min_scale must be at most init_scale, 2.0"),
-        ({"growth_interval": 0}, "growth_interval must be"),
-        ({"patience": 0}, "patience must be"),
-    ],
-)
-def test_invalid_argument_raises(settings, message):
-    with pytest.raises(ValueError, match=message):
-        lo.DynamicLossScale(**settings)
+def test_invalid_argument_raises():
+    with pytest.raises(ValueError, match=r"min_scale must be at most init_scale, 2\.0"):
+        lo.DynamicLossScale(init_scale=2.0, min_scale=4.0)
+    for setting in ("growth_interval", "patience"):
+        with pytest.raises(ValueError, match=setting):
+            lo.DynamicLossScale(**{setting: 0})
 
 
 def test_half_weights_and_lbfgs_raise_before_the_first_step():
