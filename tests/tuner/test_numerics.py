@@ -42,7 +42,7 @@ def shuffled(values: Tensor) -> Tensor:
     return torch.randn_like(values) * values.norm() / math.sqrt(len(values))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_rounding_to_bfloat16_is_accepted(seed: int) -> None:
     usual = gradients(seed)
     assert compare_gradients(gradients(seed, dtype=torch.bfloat16), usual) == ""
@@ -60,7 +60,7 @@ PLANTED: dict[str, Callable[[str, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_planted_gradient_faults_are_rejected(fault: str, seed: int, drop: float) -> None:
     """Also if the candidate draws other random numbers, as compiled dropout does."""
@@ -69,7 +69,7 @@ def test_planted_gradient_faults_are_rejected(fault: str, seed: int, drop: float
     assert "gradient" in compare_gradients(wrong, usual, noise)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_noise_run_makes_other_random_numbers_acceptable(seed: int) -> None:
     usual, other = gradients(seed, 0.5), gradients(seed, 0.5, masks=2)
     noise = gradients(seed, 0.5, masks=1)
@@ -111,7 +111,7 @@ class Cancelling(nn.Module):
         return self.head(self.norm(self.conv(mixed.mT)).relu().mean(-1))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_cancelled_gradients_may_differ(seed: int) -> None:
     found = []
     for dtype in (None, torch.bfloat16):
