@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,14 +264,10 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
 
 
 def _without_own_effects(diagnosis: Diagnosis, job: Job) -> Diagnosis:
-    """Drop findings that this command causes: no logger, no checkpoints, its own callbacks."""
+    """Drop findings that this command causes: no logger, no checkpoints."""
     arguments = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
     dropped = {topic for topic, argument in arguments.items() if argument not in job.trainer}
-    kept = [
-        replace(verdict, finding=verdict.finding.removesuffix(verdict.callbacks))
-        for verdict in diagnosis.verdicts
-        if verdict.topic not in dropped
-    ]
+    kept = [verdict for verdict in diagnosis.verdicts if verdict.topic not in dropped]
     names = " and ".join(sorted(dropped))
     note = f"Not checked: {names}. This short run has none unless you pass them."
     return Diagnosis(kept, [*diagnosis.notes, *([note] if dropped else [])])

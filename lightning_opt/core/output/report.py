@@ -168,8 +168,6 @@ class Verdict:
             measured.
         finding: The measurement, in a sentence.
         advice: What to do; empty if there is nothing to do.
-        callbacks: The end of the finding that names callbacks. ``lightning-opt doctor`` removes it
-            if it added these callbacks itself.
         gain: The share of the run's time that the advice may save, 1 if the run's result is at
             stake, 0 if unknown.
     """
@@ -178,5 +176,4 @@ class Verdict:
     state: State
     finding: str
     advice: str = ""
-    callbacks: str = ""
     gain: float = 0.0
