@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +22,6 @@ from lightning_opt.data.randomness import same
 from tests.data import datasets
 from tests.data.datasets import Batched, Counting, Lazy, Numbers
 from tests.helpers.fork_server import PRELOAD
-from tests.helpers.processes import launch
 
 MB = 2**20
 STORAGES = ["memory", "disk"]
@@ -200,43 +198,25 @@ def folders():
     return set(Path("/dev/shm").glob(f"{caching.MEMORY_PREFIX}*"))
 
 
-def test_memory_is_freed_with_the_object(own_folders):
+def test_memory_is_private_not_shared_and_freed_with_the_object(own_folders):
     before = folders()
-    cache = cached_dataset(Numbers())
+    cache, other = cached_dataset(Numbers()), cached_dataset(Numbers())
     cache[0]
-    (mine,) = folders() - before
-    read(cache, num_workers=1)
-    assert mine in folders()  # the end of a worker removes nothing
-    del cache
-    gc.collect()
-    assert mine not in folders()
-
-
-def test_two_caches_in_memory_share_nothing():
-    first, second = cached_dataset(Numbers()), cached_dataset(Numbers())
-    first[3]
-    assert second.statistics()["items"] == 0
-
-
-def test_temporary_folder_is_used_where_shared_memory_is_not_writable(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev/shm"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache = cached_dataset(Numbers())
-    assert cache[3].item() == cache[3].item() == 3
-    assert cache.statistics()["hits"] == 1
-    assert len(list(tmp_path.glob(f"{caching.MEMORY_PREFIX}*"))) == 1
-
-
-def test_memory_folder_is_private_and_unpredictable(own_folders):
-    before = folders()
-    caches = [cached_dataset(Numbers()) for _ in range(2)]
+    assert other.statistics()["items"] == 0
     mine = folders() - before
-    assert len(mine) == len(caches)
     assert {folder.stat().st_mode & 0o777 for folder in mine} == {0o700}
     assert {folder.stat().st_uid for folder in mine} == {os.getuid()}
+    read(cache, num_workers=1)
+    assert len(mine) == 2
+    assert mine <= folders()  # the end of a worker removes nothing
+    del cache, other
+    gc.collect()
+    assert not mine & folders()
 
 
-def test_leftovers_of_other_users_are_not_touched(monkeypatch, tmp_path):
+def test_temporary_folder_replaces_shared_memory_and_loses_only_own_leftovers(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev/shm"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     leftover = tmp_path / f"{caching.MEMORY_PREFIX}x"
@@ -246,8 +226,10 @@ def test_leftovers_of_other_users_are_not_touched(monkeypatch, tmp_path):
         patch.setattr(os, "getuid", lambda: leftover.stat().st_uid + 1)
         cached_dataset(Numbers())
         assert leftover.exists()
-    cached_dataset(Numbers())
+    cache = cached_dataset(Numbers())
     assert not leftover.exists()
+    assert cache[3].item() == cache[3].item() == 3
+    assert cache.statistics()["hits"] == 1
 
 
 def hold_forever(pipe):
@@ -279,40 +261,6 @@ def test_leftovers_of_killed_processes_are_removed_and_live_caches_stay(monkeypa
     assert not folder.exists()
 
 
-def take(max_bytes: int, workers: int) -> tuple[int, int, dict[str, int]]:
-    """Fill a cache, read it in workers; return the memory of the processes and of the cache."""
-    before = memory_of_processes()
-    cache = lo.CachedDataset(Counting(400, width=64 * 1024), max_bytes)  # 256 KB an item
-    for index in range(400):
-        cache[index]
-    most = 0
-    loader = DataLoader(cache, batch_size=None, num_workers=workers, shuffle=True)
-    for place, _ in enumerate(loader):
-        if place % 50 == 20:
-            most = max(most, memory_of_processes())
-    return most - before, size_of(cache), cache.statistics()
-
-
-def memory_of_processes() -> int:
-    """Bytes of this process and its children; shared memory counts once."""
-    process = psutil.Process()
-    return sum(each.memory_full_info().pss for each in (process, *process.children()))
-
-
-def size_of(cache) -> int:
-    """Bytes of a cache in /dev/shm."""
-    return sum(file.stat().st_blocks * 512 for file in cache._store.folder.glob("*.mdb"))
-
-
-def test_memory_stays_within_the_limit_with_workers():
-    (small, _, _), (large, held, statistics) = (take(bound * MB, 2) for bound in (1, 60))
-    assert statistics["evictions"] > 100
-    assert statistics["bytes"] <= 60 * MB
-    assert 50 * MB < held <= 60 * MB * 9 / 8 + 4 * MB
-    # Copy-on-write would give each worker another 60 MB.
-    assert large - small < 50 * MB
-
-
 # --- on disk ------------------------------------------------------------------------------------
 
 
@@ -328,24 +276,13 @@ def test_later_run_finds_items_of_the_same_key_and_class_only(tmp_path):
         assert cache.statistics()["hits"] == hits
 
 
-@pytest.mark.parametrize("make", [lo.CachedDataset, lo.cached])
-def test_disk_cache_needs_a_key(make, tmp_path):
-    with pytest.raises(ValueError, match="needs key="):
-        make([1].__getitem__ if make is lo.cached else [1], MB, storage="disk", folder=tmp_path)
-
-
-def test_disk_folder_is_created_private(tmp_path):
+def test_disk_folder_is_created_private_and_raises_if_others_can_write(tmp_path, monkeypatch):
     cached_dataset(Numbers(), "disk", tmp_path / "a" / "b")[0]
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
-
-
-def test_disk_folder_of_another_user_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ValueError, match="another user"):
-        cached_dataset(Numbers(), "disk", tmp_path)
-
-
-def test_disk_folder_that_everybody_can_write_raises(tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+        with pytest.raises(ValueError, match="another user"):
+            cached_dataset(Numbers(), "disk", tmp_path)
     tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match="Every user"):
         cached_dataset(Numbers(), "disk", tmp_path)
@@ -389,8 +326,9 @@ def test_dataset_without_index_raises(dataset):
         ({"max_bytes": 0}, "max_bytes"),
         ({"policy": "lfu"}, "policy"),
         ({"storage": "cloud"}, "storage"),
-        ({"folder": "x"}, "folder"),
-        ({"key": "x"}, "key"),
+        ({"storage": "disk", "folder": "x"}, "needs key="),
+        ({"folder": "x"}, "go with"),
+        ({"key": "x"}, "go with"),
         ({"max_bytes": 2**60}, "free in /dev/shm"),
     ],
 )
@@ -477,29 +415,6 @@ def test_results_on_disk_are_found_by_a_later_object(tmp_path):
         assert function(torch.ones(2), torch.zeros(2)) == 2
         assert function.statistics()["hits"] == hits
     assert list(Path(tmp_path).glob("*/data.mdb"))
-
-
-# --- ranks --------------------------------------------------------------------------------------
-
-
-def read_half_each(folder: str) -> dict[str, int]:
-    rank, dataset = int(os.environ["RANK"]), Counting()
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    cache = cached_dataset(dataset, "disk", folder)
-    for half in (rank, 1 - rank):  # each rank fetches its own half, then reads the other's
-        for index in range(half, 24, 2):
-            cache[index]
-        torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    return cache.statistics()
-
-
-@pytest.mark.distributed
-def test_ranks_share_a_folder(tmp_path):
-    compared = (2, 1)  # of each half, stored when the dataset was created
-    for stored, statistics in zip(compared, launch(read_half_each, str(tmp_path)), strict=True):
-        assert (statistics["hits"], statistics["misses"]) == (12 + stored, 12 - stored)
-        assert statistics["items"] == 24
 
 
 def test_two_datasets_under_one_key_raise(tmp_path):
