@@ -1,7 +1,7 @@
 """The same exactness under DDP, FSDP2 and FSDP1, in real processes."""
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -122,23 +122,26 @@ def test_training_under_fsdp1_is_bit_identical() -> None:
     assert launch(under_fsdp1) == [3 * len(UNDER_FSDP1)] * 2
 
 
-class Growing(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
-    """A larger second batch, on one rank alone."""
+class Uneven(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
+    """Larger batches on rank 1, from the batch ``first_large`` on."""
+
+    sizes: ClassVar = (8, 16)
+    first_large = 0
 
     def train_dataloader(self) -> Any:
         rank = torch.distributed.get_rank()
-        sizes = [2, 16 if rank else 2, 2]
         generator = torch.Generator().manual_seed(rank)
+        sizes = [self.sizes[rank and number >= self.first_large] for number in range(3)]
         batches = [torch.randn(size, 4, 8, generator=generator) for size in sizes]
         return DataLoader(batches, batch_size=None)
 
 
-class Uneven(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
-    """A larger batch on rank 1."""
+class Growing(Uneven):
+    sizes = (2, 16)
+    first_large = 1
 
-    def train_dataloader(self) -> Any:
-        size = 16 if torch.distributed.get_rank() else 8
-        return DataLoader([torch.randn(size, 4, 8)] * 2, batch_size=None)
+
+UNEVEN = {"devices": 2, "use_distributed_sampler": False}
 
 
 def plan_for_uneven_batches() -> tuple[float, float, int]:
@@ -148,8 +151,7 @@ def plan_for_uneven_batches() -> tuple[float, float, int]:
     def plan(budget_mb: float) -> Any:
         callback = ActivationCheckpointing("auto", budget_mb=budget_mb)
         strategy = DDPStrategy(process_group_backend="gloo")
-        settings = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
-        train("Uneven", callback, max_steps=1, **settings)
+        train("Uneven", callback, max_steps=1, strategy=strategy, **UNEVEN)
         return callback.step_plan
 
     found = plan(1000)
@@ -181,14 +183,7 @@ def train_with_a_larger_batch_on_one_rank(sharded: bool) -> tuple[list[int], str
             if sharded
             else DDPStrategy(process_group_backend="gloo")
         )
-        return train(
-            "Growing",
-            callback,
-            strategy=strategy,
-            devices=2,
-            max_steps=3,
-            use_distributed_sampler=False,
-        )
+        return train("Growing", callback, strategy=strategy, max_steps=3, **UNEVEN)
 
     plans = []
 
