@@ -309,12 +309,12 @@ def join(
 @cache
 def as_part(kind: type[RunCallback]) -> type[RunCallback]:
     """Return a subclass that leaves the run with a warning where ``kind`` raises at its start."""
-    hooks = {name: _leaving(getattr(kind, name)) for name in START_HOOKS}
+    hooks = {name: _leave_on_error(getattr(kind, name)) for name in START_HOOKS}
     content = {"__module__": "lightning_opt.presets", "__doc__": kind.__doc__, **hooks}
     return type(kind.__name__, (kind,), content)
 
 
-def _leaving(hook: Callable[..., None]) -> Callable[..., None]:
+def _leave_on_error(hook: Callable[..., None]) -> Callable[..., None]:
     @wraps(hook)
     def call(self: RunCallback, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         try:

@@ -60,10 +60,10 @@ def fails(arguments: list[str], capsys: Any) -> tuple[int, str]:
     path = list(sys.path)
     code = main(arguments)
     assert sys.path == path
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "error: " in said
-    return code, said
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert "error: " in message
+    return code, message
 
 
 # --- help and mistakes ----------------------------------------------------------------------------
@@ -116,29 +116,29 @@ def test_help_lists_commands_examples_and_own_options(capsys):
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, sentence, capsys):
     words = [word.replace("PROJECT", str(PROJECT)) for word in arguments]
-    code, said = fails(words, capsys)
+    code, message = fails(words, capsys)
     assert code == 2
-    assert sentence.replace("PROJECT", str(PROJECT)) in said
-    assert len(said.splitlines()) < 15, "no list of all options"
+    assert sentence.replace("PROJECT", str(PROJECT)) in message
+    assert len(message.splitlines()) < 15, "no list of all options"
 
 
 def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     (tmp_path / "user_broken.py").write_text("import no_such_thing\n")
     assert "No module named 'no_such_thing'" in fails(["tune", "user_broken.py:Model"], capsys)[1]
     (tmp_path / "user_wrong.py").write_text("1 / 0\n")
-    code, said = fails(["tune", "user_wrong.py:Model"], capsys)
+    code, message = fails(["tune", "user_wrong.py:Model"], capsys)
     assert code == 1
-    assert "ZeroDivisionError" in said
-    assert "--debug" in said
+    assert "ZeroDivisionError" in message
+    assert "--debug" in message
     assert main(["--debug", "tune", "user_wrong.py:Model"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_missing_extra_exits_with_3(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    code, said = fails(["presets"], capsys)
+    code, message = fails(["presets"], capsys)
     assert code == 3
-    assert "pip install 'lightning-opt[cli]'" in said
+    assert "pip install 'lightning-opt[cli]'" in message
 
 
 def test_interrupted_training_exits_with_130(capsys):

@@ -54,11 +54,11 @@ def wait(seconds: float, condition: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes by their environment")
 def test_ctrl_c_during_a_trial_exits_once_and_leaves_nothing(tmp_path):
-    project, said = tmp_path / "project.py", tmp_path / "said"
+    project, log = tmp_path / "project.py", tmp_path / "log"
     project.write_text(PROJECT)
     words = ["tune", f"{project}:Model", "--data", f"{project}:Data", *WORDS.split()]
     # Paths of sockets must be short; pytest's folder may be too long.
-    with tempfile.TemporaryDirectory(prefix="lo", dir="/tmp") as folder, said.open("w") as errors:
+    with tempfile.TemporaryDirectory(prefix="lo", dir="/tmp") as folder, log.open("w") as errors:
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "INTERRUPTED_BY": str(tmp_path),
             "TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
@@ -68,17 +68,17 @@ def test_ctrl_c_during_a_trial_exits_once_and_leaves_nothing(tmp_path):
             env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )  # fmt: skip
         try:
-            wait(240, lambda: "trying compile" in said.read_text() or process.poll() is not None)
+            wait(240, lambda: "trying compile" in log.read_text() or process.poll() is not None)
             time.sleep(6)
-            assert process.poll() is None, said.read_text()
+            assert process.poll() is None, log.read_text()
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(200) == 130, said.read_text()
+            assert process.wait(200) == 130, log.read_text()
             wait(100, lambda: not alive(str(tmp_path)))
             assert alive(str(tmp_path)) == []
         finally:
             process.kill()  # its children end with it
             process.wait()
-        assert said.read_text().count("Interrupted.") == 1
-        assert "Traceback" not in said.read_text()
+        assert log.read_text().count("Interrupted.") == 1
+        assert "Traceback" not in log.read_text()
         left = [path.name for path in Path(folder).iterdir()]
         assert [name for name in left if name.startswith(("lightning_opt", "pymp"))] == []

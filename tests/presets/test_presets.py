@@ -133,7 +133,7 @@ def under_each_strategy() -> dict[str, Any]:
         model = kind("AdamW")
         preset = quick("ultra", AdaptiveClipping=None)
         trainer = fit(preset, model, strategy=make(), devices=2, max_epochs=1)
-        if strategy == "fsdp1":  # its flat shards are gathered by nobody when the fit is over
+        if strategy == "fsdp1":  # its flat shards are not gathered after the fit
             assert trainer.global_step == 12
             continue
         state = {
@@ -160,7 +160,7 @@ def test_two_processes_give_the_same_weights_as_one():
         assert "CompileModel" in callbacks
 
 
-# --- what would be refused ------------------------------------------------------------------------
+# --- unsupported parts ----------------------------------------------------------------------------
 
 
 def test_parts_that_the_trainer_replaces_are_left_out():
@@ -255,7 +255,7 @@ def test_cpu_flags_are_read_from_cpuinfo(tmp_path):
     assert machine.cpu_flags.__wrapped__(tmp_path / "missing") == frozenset()
 
 
-def test_gpus_decide_on_parts(monkeypatch):
+def test_choice_of_parts_depends_on_the_gpus(monkeypatch):
     def parts(capability: tuple[int, int] = (9, 0), **trainer: Any) -> set[str]:
         monkeypatch.setattr(machine, "cuda_capability", lambda forks: capability)
         return set(on(lo.preset("ultra"), accelerator="cuda", **{"devices": 1, **trainer}))

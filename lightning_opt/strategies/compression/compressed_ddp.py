@@ -63,8 +63,8 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     ``comm/residual_norm``  L2 norm of this rank's residual
     ``comm/seconds``        time in the latest step with any bucket in flight, decoding included; on
                             a GPU by the GPU's clock
-    ``comm/mode``           how most elements were sent: 0 uncompressed, 1 quantized, 2 threshold, 3
-                            Top-K, 4 another compressor, 5 bfloat16
+    ``comm/mode``           how the latest step was sent: 0 uncompressed, 1 quantized, 2 threshold,
+                            3 Top-K, 4 another compressor, 5 bfloat16
     ======================= ====================================================================
 
     A checkpoint keeps the mean of the ranks' residuals, one number per parameter element, and can
