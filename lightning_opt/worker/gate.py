@@ -248,15 +248,10 @@ def run(model: Factory, data: Factory, settings: Settings, gate: StepGate, seed:
     if arguments["logger"]:  # measurements must not appear among the user's runs
         arguments["logger"] = package.loggers.logger.DummyLogger()
     trainer: pl.Trainer = package.Trainer(callbacks=[*take_callbacks(arguments), gate], **arguments)
-    if isinstance(trainer.strategy.launcher, MultiProcessingLauncher):
+    if isinstance(trainer.strategy.launcher, MultiProcessingLauncher) or trainer.num_nodes > 1:
         raise ValueError(
-            f"{type(trainer.strategy).__name__} spawns or forks its processes, which cannot be "
-            "measured step by step. Use strategy='ddp'."
-        )
-    if trainer.num_nodes > 1:
-        raise ValueError(
-            f"num_nodes={trainer.num_nodes} cannot be measured step by step from one process. Use "
-            "one node, num_nodes=1."
+            f"A run on {trainer.num_nodes} nodes under {type(trainer.strategy).__name__} cannot be "
+            "measured step by step. Use num_nodes=1, and strategy='ddp' for several processes."
         )
     reseed()
     loader = make("data", data)

@@ -26,14 +26,20 @@ SHORT_NAMES = ("callbacks", "strategies", "plugins", "loggers", "profilers")
 
 def check_factory(name: str, given: Any) -> Any:
     """Return ``given`` if it is a factory, else raise. :func:`make` resolves import paths later."""
+    import torch
+
     if isinstance(given, str):
         if not all(given.rpartition(":")[::2]):
             raise ValueError(
                 f"{name} as a string must be 'package.module:attribute' or "
                 f"'path/to/file.py:attribute', got {given!r}."
             )
-        return given
-    _check_callable(name, given)
+    elif isinstance(given, torch.nn.Module) or not callable(given):
+        raise TypeError(
+            f"{name} must be a function without arguments that makes it, or its import path such "
+            f"as 'package.module:attribute', because each process makes its own. Got an object of "
+            f"type {type(given).__name__}: write a function that returns it."
+        )
     return given
 
 
@@ -44,23 +50,10 @@ def check_settings(name: str, given: Any) -> Any:
     return dict(given) if isinstance(given, Mapping) else check_factory(name, given)
 
 
-def _check_callable(name: str, given: Any) -> None:
-    import torch
-
-    # Modules are callable but are not factories.
-    if isinstance(given, torch.nn.Module) or not callable(given):
-        raise TypeError(
-            f"{name} must be a function without arguments that makes it, or its import path such "
-            f"as 'package.module:attribute', because each process makes its own. Got an object of "
-            f"type {type(given).__name__}: write a function that returns it."
-        )
-
-
 def make(name: str, factory: Factory) -> Any:
     """Import the factory, if it is a path, and call it."""
     function = import_attribute(factory) if isinstance(factory, str) else factory
-    _check_callable(name, function)
-    return function()
+    return check_factory(name, function)()
 
 
 def as_mapping(given: Settings) -> Mapping[str, Any]:

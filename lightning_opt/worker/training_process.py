@@ -132,6 +132,7 @@ class TrainingProcess:
         try:
             with defer_ctrl_c():
                 (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
+                (self._folder / LOG).touch()
             self._process, self._connection = start_process(train, str(self._folder))
         except BaseException:  # Ctrl-C too
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -254,10 +255,7 @@ class TrainingProcess:
         return self._log()
 
     def _log(self) -> str:
-        try:
-            return (self._folder / LOG).read_text(errors="replace")[-MAX_LOG_CHARACTERS:]
-        except OSError:
-            return ""
+        return (self._folder / LOG).read_text(errors="replace")[-MAX_LOG_CHARACTERS:]
 
     def _fail(self, kind: str, message: str, details: str = "", at: float = math.inf) -> NoReturn:
         """Raise the earliest failure of all ranks. It usually causes the others."""
@@ -271,10 +269,7 @@ class TrainingProcess:
 def describe_exit(status: int) -> tuple[str, str]:
     if status >= 0:
         return "died", f"The process ended with exit status {status}."
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
+    name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
     if name == "SIGKILL":
         return "out of memory", (
             "The process was killed (SIGKILL), as the system does when memory runs out."

@@ -126,7 +126,11 @@ class Comparison(Measured):
         self.ratios = ratios
         losses = _losses_after_equal_steps(finished)
         rows = [self._row(run, name == first, losses.get(name)) for name, run in runs.items()]
-        notes = self._notes(finished)
+        starts = max((len(run.trainings) for run in finished.values()), default=0)
+        turns = max((len(t.turns) for run in finished.values() for t in run.trainings), default=0)
+        notes = [f"Starts, each in a process of its own: {starts}, with up to {turns} turns."]
+        if self._per_sample:
+            notes.append("Batches differ in size, so ratios are of seconds per sample.")
         if ratios:
             notes.append(verdict_note(ratios))
         super().__init__(Report("Steps of the Trainer", rows, notes), ratios)
@@ -160,14 +164,6 @@ class Comparison(Measured):
         row["peak MB"] = None if run.peak is None else round(run.peak / MB, 1)
         row["loss, equal steps"] = loss
         return row
-
-    def _notes(self, finished: Mapping[str, Run]) -> list[str]:
-        starts = max((len(run.trainings) for run in finished.values()), default=0)
-        turns = max((len(t.turns) for run in finished.values() for t in run.trainings), default=0)
-        notes = [f"Starts, each in a process of its own: {starts}, with up to {turns} turns."]
-        if self._per_sample:
-            notes.append("Batches differ in size, so ratios are of seconds per sample.")
-        return notes
 
     def to_json(self) -> str:
         """Return the report, all failures, and the seconds and losses of every step as JSON."""

@@ -49,7 +49,6 @@ UNDONE_AFTER_TRAINING = ("optimizer", "compilation")
 """Callbacks undo these settings after training, so their verdicts replace the Trainer's."""
 
 SORT_ORDER: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
-MARKS: dict[State, str] = {"look": "LOOK", "ok": "ok", "unknown": "?"}
 
 MAX_USER_SEED = 2**32
 """Seeds below this value are set by users. Seeds that torch draws by itself are larger."""
@@ -101,9 +100,10 @@ class Diagnosis(Report):
         """Return the verdicts as plain text, one per paragraph."""
         lines = [self.title]
         for verdict in self.verdicts:
-            lines.append(f"{MARKS[verdict.state]:>4}  {TOPICS[verdict.topic]} {verdict.finding}")
+            mark = verdict.state.upper()
+            lines.append(f"{mark:>7}  {TOPICS[verdict.topic]} {verdict.finding}")
             if verdict.advice:
-                lines.append(f"      -> {verdict.advice}")
+                lines.append(f"         -> {verdict.advice}")
         return "\n".join([*lines, *self.notes])
 
 

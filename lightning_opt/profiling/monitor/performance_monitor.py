@@ -125,21 +125,15 @@ class PerformanceMonitor(RunCallback):
         """The slowdown of the run (step, throughput before and after), or None."""
         return self._throughput.find_slowdown(self.slowdown)
 
-    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Reset the history of the throughput."""
-        if self._seen:
-            self._reset_history()
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
+        """Start the clock. The history continues if the run continues."""
         self.release(trainer)
         self._reset_run()
+        if trainer.global_step == 0:
+            self._reset_history()
         self.record.ranks = trainer.world_size
         self._clock = StepClock(trainer.strategy.root_device)
         self._window_step = trainer.global_step
-        whole = self._throughput.whole
-        if whole and whole[-1][0] > trainer.global_step:
-            self._throughput = Throughput()  # the same model trains again from step 0
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Discard the current step. It would include validation or the start of workers."""
@@ -202,9 +196,7 @@ class PerformanceMonitor(RunCallback):
         """Return the values to log for the steps and samples since the last report."""
         window = self._take_steps()
         start, self._window_step = self._window_step, trainer.global_step
-        samples = Record()
-        samples.add(self._take_samples())
-        scalars = samples.means()
+        scalars = Record(self._take_samples()).means()
         if window.steps.count:
             scalars["step_seconds"] = window.steps.quantile(0.5)
             scalars["step_p95_seconds"] = window.steps.quantile(0.95)

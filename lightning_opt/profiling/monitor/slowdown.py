@@ -201,11 +201,12 @@ class Record:
         samples: Count, sum and largest value of each sampled quantity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Sequence[Mapping[str, float]] = ()) -> None:
         self.ranks = 1
         self.work = Work()
         self.losses = History()
         self.samples: dict[str, tuple[int, float, float]] = {}
+        self.add(samples)
 
     def add(self, samples: Sequence[Mapping[str, float]]) -> None:
         """Add samples to the count, sum and largest value of each quantity."""

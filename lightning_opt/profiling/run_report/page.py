@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import platform
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import lightning_opt
 from lightning_opt.core.arguments import changed_arguments
 from lightning_opt.core.measure.machine import commit_of_folder, describe_machine
-from lightning_opt.core.measure.memory import MB, peak_usage
-from lightning_opt.core.output.loggers import HISTORIES, History, logged_step
+from lightning_opt.core.output.loggers import HISTORIES, History
 from lightning_opt.core.output.report import TOPICS, Report
 from lightning_opt.profiling.doctor.doctor import code_of, collect, doctor, parts_of
 from lightning_opt.trainer.lightning import package_of
@@ -99,14 +97,6 @@ def _series_and_events(trainer: pl.Trainer) -> tuple[dict[str, Any], list[tuple[
         series |= part.series() if hasattr(part, "series") else {}
         found = (event for event in getattr(part, "events", ()) if "step" in event)
         events += [(event["step"], event.get("action", event.get("kind", ""))) for event in found]
-    counts = [(step, round(step * share)) for step, share in series.get("clip/fraction", ())]
-    for (_, before), (step, after) in itertools.pairwise([(0, 0), *counts]):
-        events += [(step, "clipped")] * (after > before)
-    memory = [series[key] for key in series if key.startswith("profile/peak")]
-    peak = max((value for points in memory for _, value in points), default=0.0)
-    nearest = peak_usage(trainer.strategy.root_device)
-    if nearest is not None and 3 * peak > nearest.total / MB:  # else it would flatten other lines
-        series["limit"] = [(step, nearest.total / MB) for step in (0, logged_step(trainer))]
     return series, events
 
 

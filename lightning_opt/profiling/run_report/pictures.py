@@ -20,7 +20,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from numpy.lib.stride_tricks import sliding_window_view
 
 Points = Sequence[tuple[float, float]]
@@ -40,7 +39,7 @@ BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, OLIVE, GREY = (f"C{number}" for number i
 EVENTS = {
     "skip": ("skipped", ORANGE, "v"), "backoff": ("learning rate reduced", OLIVE, "v"),
     "rollback": ("rolled back", RED, "<"), "raise": ("stopped by a fault", RED, "X"),
-    "split": ("out of memory, batch split", PURPLE, "s"), "clipped": ("clipped", GREY, "|"),
+    "split": ("out of memory, batch split", PURPLE, "s"),
     "out of memory": ("out of memory", PURPLE, "X"),
 }  # fmt: skip
 """Label, colour and marker of an event, by its action or kind."""
@@ -51,7 +50,7 @@ class Panel(NamedTuple):
 
     Attributes:
         unit: The label of the y axis; empty for a heat map with one row per series.
-        lines: Line style by key pattern. The style ``steps`` holds a value until the next one.
+        lines: Line style by key pattern.
         bands: Label and colour of each stacked band, by key pattern. The first match counts.
     """
 
@@ -70,13 +69,12 @@ TIME = Panel("ms per step", bands={
     "time/(clipping|optimizer_step|zeroing_.*|LR_scheduler)_ms": ("optimizer", GREEN),
     "time/callback_.*_ms": ("callbacks", PURPLE), "time/(?!step_).*_ms": ("Lightning", GREY),
 })  # fmt: skip
-MEMORY_LINES = {"profile/peak.*_mb": ".-", "profile/reserved_mb": "-", "limit": "--"}
-MEMORY = Panel("MB", MEMORY_LINES, {
+MEMORY = Panel("MB", {"profile/peak.*_mb": ".-", "profile/reserved_mb": "-"}, {
     "profile/parameters_mb": ("parameters", BLUE), "profile/gradients_mb": ("gradients", TEAL),
     "profile/optimizer_mb": ("optimizer", GREEN), "profile/other_mb": ("other", GREY),
     "profile/activations_mb": ("activations", ORANGE),
 })  # fmt: skip
-SIZES = Panel("number", {"batch_size/size|micro_batching/size|accumulation/batches": "steps"})
+SIZES = Panel("number", {"batch_size/size|micro_batching/size|accumulation/batches": ".-"})
 PICTURES = {
     "Loss and gradient norm": (LOSS, NORM),
     "Where a step's time goes": (TIME,),
@@ -130,10 +128,7 @@ def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
         for key, points in data.find(pattern).items():
             label = re.sub("^(profile|validation)/", "", key)
             xs, ys = zip(*points, strict=True)
-            if style == "steps":
-                axes.step([*xs, data.last], [*ys, ys[-1]], where="post", label=label)
-            else:
-                axes.plot(xs, ys, style, label=label)
+            axes.plot(xs, ys, style, label=label)
     _choose_range(axes, totals)
     for name, (label, colour, marker) in EVENTS.items() if panel is LOSS else ():
         steps = [step for step, kind in data.events if kind == name]
@@ -160,8 +155,6 @@ def _choose_range(axes: Axes, totals: Any) -> None:
             line.set_label(f"{line.get_label()}, up to {curve.max():,.4g}")
     if high > 30 * low > 0 and not totals.size:
         axes.set(yscale="log", ylim=(low / 1.2, 1.2 * high))
-        subs = (1.0, 3.0) if high < 1e4 * low else (1.0,)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
         axes.minorticks_off()
     elif high > min(low, 0.0):
         axes.set_ylim(min(low, 0.0), high + 0.05 * abs(high))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -174,8 +175,9 @@ class RunReport(RunCallback):
         since = f" (resumed at {self._first_step:,})" if self._first_step else ""
         rate = self._samples * trainer.world_size / seconds
         peak = peak_memory(trainer.strategy.root_device) / MB
+        duration = timedelta(seconds=round(seconds))
         return (
-            f"{state} after {logged_step(trainer):,} steps{since} in {_duration(seconds)}: "
+            f"{state} after {logged_step(trainer):,} steps{since} in {duration}: "
             f"{rate:,.{int(rate < 20)}f} samples per second, peak memory {peak:,.0f} MB."
         )
 
@@ -199,13 +201,6 @@ class RunReport(RunCallback):
 
 def _callbacks_of(trainer: pl.Trainer) -> list[Any]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.{int(seconds < 10)}f} s"
 
 
 def report(trainer: pl.Trainer) -> Page:

@@ -334,11 +334,7 @@ class StepProfiler(BaseProfiler):
 
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on the longest phase and on waiting for data."""
-        measures = self._runs.get("fit")
-        if measures is None:
-            finding = "StepProfiler has not measured a fit yet."
-            return [Verdict("profile", "unknown", finding, "Call it again after fit.")]
-        seconds = measures.seconds_of_steps()
+        seconds = self._runs["fit"].seconds_of_steps() if "fit" in self._runs else {}
         total = sum(seconds.values())
         if not total:
             finding = "StepProfiler has measured no training step."

@@ -77,8 +77,6 @@ class StepRun:
     def _start_loop_action(self, phase: int, action: str) -> None:
         clock, hooks = self.clock, self._hooks
         if phase == phases.STEP:
-            if hooks is not None:
-                hooks.start_training_step()
             separate = hooks is not None and hooks.separates_forward
             clock.enter(phases.LOSS if separate else phases.FORWARD_AND_LOSS, action)
         elif phase == phases.FETCH:
@@ -285,9 +283,6 @@ class EpochHooks:
 
     # --- forward and loss -----------------------------------------------------------------------
 
-    def start_training_step(self) -> None:
-        self._open = None
-
     def _enter_forward(self, module: nn.Module, *_: Any) -> None:
         if self.clock.phase == phases.LOSS:
             if module is self._module and _calls_training_step(module):
@@ -351,8 +346,6 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_loss_or_metric(name: str, module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.loss._Loss):
-        return True
     if any(base.__module__.startswith("torchmetrics") for base in type(module).__mro__):
         return True
     words = f"{name} {type(module).__name__}".lower()

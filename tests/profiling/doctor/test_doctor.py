@@ -293,7 +293,7 @@ def test_trainer_without_a_run_has_unknown_verdicts(capsys):
     diagnosis.print()
     text = capsys.readouterr().out
     assert text.splitlines()[0] == diagnosis.title
-    assert "LOOK  Are metrics logged? The Trainer has no logger." in text.splitlines()
+    assert "   LOOK  Are metrics logged? The Trainer has no logger." in text.splitlines()
     assert diagnosis.topics("look") == [v.topic for v in diagnosis.verdicts if v.state == "look"]
     assert len(json.loads(diagnosis.to_json())["rows"]) == len(TOPICS)
     words = {word for hint in HINTS.values() for word in re.findall(r"(\w+)\(", hint)}
