@@ -110,9 +110,6 @@ class MicroBatching(RunCallback):
             )
         self._splitter = Splitter(split, loss, count)
         self._stack: ExitStack | None = None
-        self._reset()
-
-    def _reset(self) -> None:
         self._sizes = LearnedSizes(self.regrow_every)
 
     @property
@@ -122,7 +119,7 @@ class MicroBatching(RunCallback):
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Discard the sizes learned from another model."""
-        self._reset()
+        self._sizes = LearnedSizes(self.regrow_every)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise for settings under which batches cannot be split or retried."""

@@ -1,11 +1,12 @@
-"""Trials of speed end after a few steps, as on several ranks: what is timed is of no interest."""
+"""Trials of speed end after a few steps and one round, because nothing depends on the times."""
 
 import pytest
 
-from lightning_opt.batching.batch_size import trials
+from lightning_opt.batching.batch_size import search, trials
 
 
-@pytest.fixture(autouse=True)
-def _brief_timed_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def brief_timed_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     steps, _, most = trials.TIMED_TRIAL
     monkeypatch.setattr(trials, "TIMED_TRIAL", (steps, 0.0, most))
+    monkeypatch.setattr(search, "FINALISTS_BY_ROUND", ())
