@@ -6,14 +6,13 @@ Clipping rules and GradientHealth have their own tests with the same model.
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import lightning_opt as lo
-from tests.gradients.clipping.test_distributed import ShardedNet, Whole, whole
+from tests.gradients.clipping.test_distributed import ShardedNet, Whole
 from tests.helpers.models import assert_same_weights, batches_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
@@ -53,43 +52,7 @@ def fit_all() -> dict[str, Any]:
         "guard": fit("sequence", Poison(), guard),
         "events": guard.events,
         "window": fit("sequence", lo.Accumulation(3)),
-        "by hand": by_hand(),
     }
-
-
-class ByHand(ShardedNet):
-    """Accumulates and clips in ``training_step``."""
-
-    def __init__(self, shard: str, dtype: torch.dtype) -> None:
-        super().__init__(shard)
-        self.automatic_optimization = False
-        self.to(dtype)
-        self.norms: list[float] = []
-
-    def on_fit_start(self) -> None:
-        self.accumulator = lo.GradientAccumulator(self)
-        self.clipper = lo.GradientClipper(self, lo.FixedNorm(0.1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        inputs, targets = (part.to(self.dtype) for part in batch)
-        self.accumulator.backward(self.loss(self(inputs), targets))
-        if batch_idx % 2:
-            self.accumulator.average()
-            self.norms.append(float(self.clipper.clip()["norm"]))
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def by_hand(shard: str = "sequence") -> dict[str, Any]:
-    runs = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = ByHand(shard, dtype)
-        settings = {"strategy": ModelParallelStrategy(1, 2), "devices": 2} if shard else {}
-        quiet_trainer(limit_val_batches=0, **settings).fit(model, DataLoader(batches_of(8), 4))
-        weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
-        runs[str(dtype)] = weights, model.norms
-    return runs
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +72,3 @@ def test_short_window_of_accumulation_equals_one_process(ranks: Any) -> None:
     expected = fit("", lo.Accumulation(3))
     for rank in ranks:
         assert_same_weights(rank["window"], expected, atol=1e-6)
-
-
-def test_accumulator_and_clipper_by_hand_equal_one_process(ranks: Any) -> None:
-    for dtype, (weights, norms) in by_hand("").items():
-        rounding = 1e-6 if dtype == "torch.float32" else 0.02
-        for rank in ranks:
-            found, found_norms = rank["by hand"][dtype]
-            assert found_norms == pytest.approx(norms, rel=rounding)
-            assert_same_weights(found, weights, atol=rounding)

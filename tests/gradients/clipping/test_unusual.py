@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_opt import FixedNorm, FixedValue, GradientClipper, PerParameter, UnitWise
-from tests.helpers.syncs import take_device_path
+from lightning_opt import (
+    ClippingRule,
+    FixedNorm,
+    FixedValue,
+    GradientClipper,
+    PerParameter,
+    UnitWise,
+)
+from tests.gradients.cases import both_taken
 
 
 class Filter(nn.Module):
@@ -21,7 +28,7 @@ class Filter(nn.Module):
         self.gain.grad = torch.ones(3)
 
 
-@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+@both_taken
 def test_fixed_value_clamps_real_and_imaginary_parts(path: str) -> None:
     model = Filter()
     GradientClipper(model, FixedValue(2.0)).clip()
@@ -29,11 +36,11 @@ def test_fixed_value_clamps_real_and_imaginary_parts(path: str) -> None:
     assert model.filter.grad.tolist() == [[2 - 2j] * 3] * 2
 
 
-@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+@both_taken
 @pytest.mark.parametrize("rule", [FixedNorm(1.0), PerParameter(), UnitWise(0.1, exclude=None)])
-def test_complex_gradients_keep_their_phase(path: str, rule: object) -> None:
+def test_complex_gradients_keep_their_phase(path: str, rule: ClippingRule) -> None:
     model = Filter()
-    clipper = GradientClipper(model, rule)  # type: ignore[arg-type]
+    clipper = GradientClipper(model, rule)
     assert float(clipper.clip()["norm"]) == pytest.approx((6 * 25 + 3) ** 0.5)
     gradient = model.filter.grad
     assert gradient is not None
@@ -51,23 +58,13 @@ def _bfloat16_by_default() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_bfloat16_by_default")
-@pytest.mark.parametrize("device_path", [False, True])
-@pytest.mark.parametrize(
-    "rule", [FixedNorm(0.1), FixedValue(0.1), PerParameter(warmup_norm=0.1), UnitWise(1e-6)]
-)
-def test_counts_do_not_use_the_default_dtype(
-    device_path: bool, rule: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device_path:
-        take_device_path(monkeypatch)
+@both_taken
+@pytest.mark.parametrize("rule", [FixedNorm(0.1), FixedValue(0.1)])
+def test_counts_do_not_use_the_default_dtype(path: str, rule: ClippingRule) -> None:
     model = nn.Linear(3, 2)
-    clipper = GradientClipper(model, rule)  # type: ignore[arg-type]
-    for _ in range(700):
+    clipper = GradientClipper(model, rule)
+    for _ in range(300):  # bfloat16 cannot count beyond 256
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         clipper.clip()
-    state = clipper.state_dict()
-    if not isinstance(rule, (PerParameter, UnitWise)):
-        assert state["clipped"] == 700
-    assert state["steps"] == 700
-    assert isinstance(state["clipped"], float)
+    assert clipper.state_dict()["clipped"] == 300.0

@@ -26,25 +26,17 @@ class Evaluating(Optimizer):
         ]
 
 
-class StableSPAM(Evaluating):
-    """Huang et al. (2025): norms are corrected by a count in the object; momentum is reset."""
+class Counting(Evaluating):
+    """Counts its steps in the object, as StableSPAM does (Huang et al. 2025)."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
-        self.total_steps, self.rates = 0, {"beta1": 0.9}
+        self.total_steps = 0
 
     def update(self) -> None:
         self.total_steps += 1
-        self.rates["beta1"] *= 0.99
         for group, parameter, gradient in self.trained():
-            state, beta = self.state[parameter], self.rates["beta1"]
-            state["norm"] = 0.85 * state.get("norm", 0.0) + 0.15 * gradient.norm()
-            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-            if self.total_steps % 4 == 0:
-                momentum.zero_()
-            level = state["norm"] / (1 - 0.85**self.total_steps)
-            momentum.mul_(beta).add_(gradient / gradient.norm() * level, alpha=1 - beta)
-            parameter.sub_(momentum, alpha=group["lr"])
+            parameter.sub_(gradient, alpha=group["lr"] / self.total_steps)
 
 
 class Lookahead(Optimizer):

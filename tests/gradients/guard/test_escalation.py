@@ -1,6 +1,5 @@
 """Responses to faults in a row: reduced learning rate, rollback, stop."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 import lightning_opt as lo
 from lightning_opt.gradients.guard import escalation as escalation_module
 from lightning_opt.gradients.guard.escalation import Escalation
-from lightning_opt.gradients.guard.events import nonfinite_names
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
 from tests.helpers.models import assert_same_weights
 from tests.helpers.syncs import take_device_path
@@ -159,12 +157,6 @@ class TestRollback:
         assert [event["batch_idx"] for event in guard.events] == list(range(15, 21))
         assert [event["action"] for event in guard.events] == ["skip"] * 5 + ["rollback"]
 
-    def test_rollback_before_any_good_step(self) -> None:
-        guard = lo.NonFiniteGuard("rollback", lr_backoff=1.0)
-        rolled = fit(scheduled(in_a_row(4, 10)), guard)
-        assert_same_weights(rolled, fit(scheduled({}, leave_out=range(10))))
-        assert "rollbacks 1" in guard.report().notes[-1]
-
     def test_step_count_in_the_group_is_restored(self) -> None:
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
         rolled = fit(FaultyNet(in_a_row(15, 21), Lion, {"lr": 0.01}, batches=40), guard)
@@ -186,14 +178,6 @@ class TestRollback:
         assert plugins.scaler.get_scale() == 64.0  # six faults had halved it six times
         assert plugins.scaler._get_growth_tracker() == 10 + 9
 
-    def test_rollback_reduces_the_learning_rate_again(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(escalation_module, "RECOVERY_STEPS", 10**6)
-        guard = lo.NonFiniteGuard("rollback")
-        fit(scheduled(in_a_row(4, 10)), guard)
-        assert "lr_scale 0.25" in guard.report().notes[-1]
-
     def test_same_snapshot_is_restored_at_most_three_times(self) -> None:
         faults = {
             **in_a_row(4, 10),
@@ -204,6 +188,7 @@ class TestRollback:
         guard = lo.NonFiniteGuard("rollback")
         with pytest.raises(FloatingPointError, match="rollbacks: 3"):
             fit(scheduled(faults), guard)
+        assert "lr_scale 0.0625" in guard.report().notes[-1]  # three backoffs and three rollbacks
         assert guard.events[-1]["batch_idx"] == 30
         assert guard.events[-1]["action"] == "raise"
 
@@ -225,8 +210,7 @@ class TestDamagedWeights:
             fit(FaultyNet({5: "weight"}), guard)
         assert [event["kind"] for event in guard.events] == ["nonfinite_weight"]
 
-    @pytest.mark.parametrize("policy", ["skip", "rollback"])
-    def test_unused_nan_weight_is_found_when_a_snapshot_is_due(self, policy: Any) -> None:
+    def test_unused_nan_weight_is_found_when_a_snapshot_is_due(self) -> None:
         class Net(FaultyNet):
             def __init__(self, *args: Any, **settings: Any) -> None:
                 super().__init__(*args, **settings)
@@ -237,15 +221,11 @@ class TestDamagedWeights:
                     self.spare.weight.data[0, 0] = float("inf")
                 return super().training_step(batch, batch_idx)
 
-        guard = lo.NonFiniteGuard(policy, snapshot_every_n_steps=10)
-        model = fit(Net(), guard)
-        if policy == "rollback":
-            assert all_finite(model)
-            (event,) = guard.events
-            assert (event["parameters"], event["batch_idx"]) == (["spare.weight"], None)
-            assert "nonfinite_weight" in guard.report().to_text()
-        else:
-            assert not guard.events
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10)
+        assert all_finite(fit(Net(), guard))
+        (event,) = guard.events
+        assert (event["parameters"], event["batch_idx"]) == (["spare.weight"], None)
+        assert "nonfinite_weight" in guard.report().to_text()
 
     def test_nan_in_a_large_buffer_is_rolled_back(self) -> None:
         class Net(FaultyNet):
@@ -294,31 +274,3 @@ class TestStop:
         ):
             assert part in message
         assert_same_weights(model, fit(FaultyNet({}, leave_out=range(3, 12))))
-
-    def test_checkpoint_saved_on_exception_is_finite(self, tmp_path: Path) -> None:
-        path = tmp_path / "last.ckpt"
-
-        class Keep(Callback):
-            def on_exception(self, trainer: Any, *_: Any) -> None:
-                trainer.save_checkpoint(path)
-
-        with pytest.raises(FloatingPointError):
-            fit(FaultyNet({5: "nan"}), lo.NonFiniteGuard("raise"), Keep())
-        assert all(
-            bool(torch.isfinite(v).all())
-            for v in torch.load(path, weights_only=True)["state_dict"].values()
-        )
-
-
-class TestSnapshot:
-    def test_nonfinite_names_lists_nan_and_infinite_tensors(self) -> None:
-        tensors = {
-            "good": torch.tensor([1e38, -1e38]),
-            "wide": torch.tensor([1e300], dtype=torch.float64),
-            "nan": torch.tensor([1.0, float("nan")]),
-            "half": torch.tensor([1.0, float("-inf")], dtype=torch.float16),
-            "count": torch.tensor([2]),
-            "empty": torch.empty(0),
-        }
-        assert nonfinite_names(tensors) == ["nan", "half"]
-        assert nonfinite_names({}) == []

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 import lightning_opt as lo
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
 from tests.helpers.models import AdversarialNet, assert_same_weights
-from tests.helpers.syncs import SyncCounter, take_device_path
+from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -25,15 +25,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     ),
     "adam": (torch.optim.Adam, {"amsgrad": True, "lr": 0.02}),
     "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.02}),
-    "radam": (torch.optim.RAdam, {"lr": 0.02}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.02, "momentum": 0.9, "centered": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.02, "lr_decay": 0.1}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "adamax": (torch.optim.Adamax, {}),
-    "asgd": (torch.optim.ASGD, {"lr": 0.02}),
-    "rprop": (torch.optim.Rprop, {}),
-    "adafactor": (torch.optim.Adafactor, {}),
     "lion": (Lion, {}),
 }
 FUSED = {
@@ -81,49 +74,26 @@ def test_skipped_step_changes_nothing_on_the_device_path(
     assert [event["batch_idx"] for event in guard.events] == sorted(BAD)
 
 
-def test_no_update_waits_for_the_device(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    take_device_path(monkeypatch)
-    # AdamW reads its own step counts, unless it is fused.
-    optimizer = torch.optim.AdamW if device_path else torch.optim.SGD
-    model = FaultyNet(optimizer=optimizer, settings={"lr": 0.01, "fused": device_path})
-    guard = lo.NonFiniteGuard(spike=6.0)
-    waits: list[int] = []
+class Recorder(FaultyNet):
+    """Records the loss of each batch."""
 
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            self.counter = SyncCounter()
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.losses: list[float] = []
 
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            self.counter.__enter__()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.counter.__exit__(None, None, None)
-            # `DelayedReads` looks at copies that reached the host steps ago.
-            ours = [
-                place
-                for place in self.counter.where
-                if "/lightning_opt/gradients/" in place or "/lightning_opt/core/" in place
-            ]
-            waits.append(len([place for place in ours if "core/measure/reading.py" not in place]))
-
-    fit(model, Watch(), guard)
-    assert waits == [0 if device_path else 1] * 12
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        return loss
 
 
 class TestWindows:
-    @pytest.mark.parametrize("window", [1, 3, 5])
+    @pytest.mark.parametrize("window", [1, 5])
     def test_loss_is_the_mean_over_the_window(self, window: int) -> None:
-        losses: list[float] = []
-
-        class Recorder(FaultyNet):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                loss = super().training_step(batch, batch_idx)
-                losses.append(loss.item())
-                return loss
-
         guard = lo.NonFiniteGuard(max_consecutive=100)
         bad = Recorder(dict.fromkeys(range(12), "root"))  # finite losses, bad gradients
         fit(bad, guard, accumulate_grad_batches=window)
+        losses = bad.losses
         expected = [
             sum(losses[i : i + window]) / len(losses[i : i + window]) for i in range(0, 12, window)
         ]
@@ -154,7 +124,7 @@ class TestScaler:
         assert plugins.scaler.get_scale() < 2.0**32
 
     @pytest.mark.parametrize("fused", [False, True])
-    @pytest.mark.parametrize("kind", ["nan", "inf", "log"])
+    @pytest.mark.parametrize("kind", ["nan", "inf"])
     def test_nonfinite_loss_is_a_fault(self, fused: bool, device_path: bool, kind: str) -> None:
         guard = lo.NonFiniteGuard()
         model = FaultyNet({3: kind}, torch.optim.AdamW, {"lr": 0.01, "fused": fused})
@@ -178,26 +148,14 @@ class TestScaler:
         assert plugins.scaler is not None
         assert clean_plugins.scaler is not None
         guard = lo.NonFiniteGuard(spike=6.0)
-        guarded = FaultyNet({30: "spike"}, torch.optim.AdamW, settings, batches=40)
+        guarded = Recorder({30: "spike"}, torch.optim.AdamW, settings, batches=40)
         fit(guarded, guard, plugins=plugins)
         clean = FaultyNet({}, torch.optim.AdamW, settings, batches=40, leave_out=[30])
         fit(clean, plugins=clean_plugins)
-        assert [event["batch_idx"] for event in guard.events] == [30]
+        (event,) = guard.events
+        assert (event["batch_idx"], event["loss"]) == (30, pytest.approx(guarded.losses[30]))
         assert plugins.scaler.get_scale() == 8.0
         assert_same_weights(guarded, clean)
-
-    def test_loss_in_events_excludes_the_loss_scale(self) -> None:
-        losses: list[float] = []
-
-        class Recorder(FaultyNet):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                loss = super().training_step(batch, batch_idx)
-                losses.append(loss.item())
-                return loss
-
-        guard = lo.NonFiniteGuard(spike=6.0)
-        fit(Recorder({30: "spike"}, batches=40), guard, plugins=self.precision(8.0))
-        assert guard.events[0]["loss"] == pytest.approx(losses[30])
 
 
 class TestSpikes:
@@ -211,11 +169,6 @@ class TestSpikes:
         assert [(event["batch_idx"], event["kind"]) for event in guard.events] == [
             (40, "loss_spike")
         ]
-
-    def test_spikes_are_not_detected_by_default(self) -> None:
-        guard = lo.NonFiniteGuard()
-        fit(FaultyNet({40: "spike"}, torch.optim.Adam, {"lr": 1e-3}, batches=60), guard)
-        assert not guard.events
 
     @pytest.mark.parametrize("policy", ["skip", "rollback"])
     def test_lasting_shift_is_accepted(self, policy: Any) -> None:
@@ -325,25 +278,14 @@ class TestOrder:
         assert_same_weights(guarded, fit(FaultyNet({}, leave_out=BAD), **trainer))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"policy": "ignore"},
-        {"max_consecutive": 0},
-        {"max_consecutive": 2.5},
-        {"spike": 0.0},
-        {"spike": math.nan},
-        {"lr_backoff": 0.0},
-        {"lr_backoff": 1.5},
-        {"snapshot_every_n_steps": 0},
-        {"backoff_after": 0},
+def test_invalid_argument_raises_with_its_name() -> None:
+    for arguments in (
+        {"policy": "ignore"}, {"max_consecutive": 2.5}, {"spike": math.nan}, {"lr_backoff": 1.5},
+        {"snapshot_every_n_steps": 0}, {"backoff_after": 0}, {"every_n_steps": 0},
         {"policy": "rollback", "rollback_after": 10},
-        {"every_n_steps": 0},
-    ],
-)
-def test_invalid_argument_raises(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=list(arguments)[-1]):
-        lo.NonFiniteGuard(**arguments)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=list(arguments)[-1]):
+            lo.NonFiniteGuard(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -352,28 +294,6 @@ def test_guard_does_not_change_a_healthy_run(fused: bool, device_path: bool) -> 
     guarded = FaultyNet({}, torch.optim.AdamW, settings)
     fit(guarded, lo.NonFiniteGuard(policy="rollback", snapshot_every_n_steps=2, spike=8.0))
     assert_same_weights(guarded, fit(FaultyNet({}, torch.optim.AdamW, settings)))
-
-
-class Fail(Callback):
-    """Raises at a batch."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
-        if arguments[-1] == 5:
-            raise KeyError("planted")
-
-
-@pytest.mark.parametrize("fail", [False, True])
-def test_hooks_and_flags_are_removed(fail: bool) -> None:
-    model = FaultyNet(BAD, torch.optim.AdamW, {"lr": 0.01, "fused": True})
-    guard = lo.NonFiniteGuard(policy="rollback")
-    if fail:
-        with pytest.raises(KeyError):
-            fit(model, guard, Fail())
-    else:
-        fit(model, guard)
-    (optimizer,) = model.trainer.optimizers
-    assert "step" not in vars(optimizer)
-    assert not hasattr(optimizer, "found_inf")
 
 
 def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
@@ -398,14 +318,6 @@ def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
     assert both[0]["escalation"] == both[1]["escalation"]
     assert second.report().notes[-1] == guard.report().notes[-1]
     assert "lr_scale 1," not in guard.report().notes[-1]
-
-
-def test_state_is_reset_for_another_model() -> None:
-    guard = lo.NonFiniteGuard()
-    fit(FaultyNet({3: "nan", 11: "nan"}), guard)
-    fit(FaultyNet(), guard)
-    assert not guard.events
-    assert "skipped 0" in guard.report().notes[-1]
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")

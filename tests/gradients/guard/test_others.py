@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_opt as lo
 from tests.gradients.faulty import FaultyNet, Lion, all_finite
-from tests.gradients.guard.optimizers import SAM, Lookahead, StableSPAM
+from tests.gradients.guard.optimizers import SAM, Counting, Lookahead
 from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -25,8 +24,8 @@ def fit(model: Any, *callbacks: Any, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("optimizer", "scaled"),
     [
-        (StableSPAM, False),
-        (StableSPAM, True),
+        (Counting, False),
+        (Counting, True),
         (Lookahead, False),
         (SAM, False),
     ],
@@ -128,29 +127,21 @@ def test_bad_loss_skips_every_later_step_of_its_batch() -> None:
     assert [(event["optimizer"], event["batch_idx"]) for event in guard.events] == [(1, 4), (0, 4)]
 
 
-class Complex(LightningModule):
+class Complex(FaultyNet):
     """A model with complex weights."""
 
-    def __init__(self, poison: int | None = None) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-        self.head = nn.Linear(4, 1)
-        self.poison = poison
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.filter = nn.Parameter(torch.ones(6, dtype=torch.complex64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.head((self.filter * (1 + 1j) * batch_idx).abs()).square().sum()
-        return loss * float("nan") if batch_idx == self.poison else loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-    def train_dataloader(self) -> Any:
-        return range(12)
+        number, inputs, targets = batch
+        return super().training_step((number, inputs * self.filter.abs(), targets), batch_idx)
 
 
 def test_complex_weights_are_guarded() -> None:
     guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=2, spike=6.0)
-    model = fit(Complex(poison=5), guard)
+    model = fit(Complex({5: "nan"}, torch.optim.Adam), guard)
     assert [event["batch_idx"] for event in guard.events] == [5]
     assert bool(torch.isfinite(torch.view_as_real(model.filter)).all())
 
@@ -163,10 +154,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("chunk", range(10))
+@pytest.mark.parametrize("chunk", range(4))
 def test_random_faults_leave_no_trace(chunk: int) -> None:
     """Bit-identical to a run without the bad windows, for random combinations."""
-    for seed in range(20 * chunk, 20 * chunk + 20):
+    for seed in range(15 * chunk, 15 * chunk + 15):
         draw = random.Random(seed)
         window = draw.choice([1, 1, 2, 4])
         optimizer, settings = draw.choice(

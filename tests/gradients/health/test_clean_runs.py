@@ -108,22 +108,8 @@ def half_precision() -> MixedPrecision:
     return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
 
 
-class Skip(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-def deep_residual() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 32), *(Skip(32) for _ in range(30)), nn.Linear(32, 4))
-
-
 TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     "transformer": lambda: (Task(Transformer(), tokens), {}),
-    "transformer, bf16": lambda: (Task(Transformer(), tokens), {"precision": "bf16-mixed"}),
     "convnet": lambda: (Task(convnet(), images, torch.optim.SGD, lr=0.1, momentum=0.9), {}),
     "gan": lambda: (AdversarialNet(), {}),
     "frozen layers": lambda: (Classifier(with_frozen_layers()), {}),
@@ -132,10 +118,6 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
         {"plugins": half_precision()},
     ),
     "a model that converges": lambda: (Classifier(mlp(2, width=64), lr=3e-2, rows=16), {}),
-    "deep residual tanh": lambda: (
-        Classifier(deep_residual()),
-        {"accumulate_grad_batches": 2},
-    ),
 }
 
 
