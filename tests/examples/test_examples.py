@@ -27,7 +27,7 @@ SHORTER = {
         "rounds=4": "rounds=1",
         "seconds=5": "seconds=1",
     },
-    "04_slow_networks.ipynb": {"STEPS = 60": "STEPS = 40"},
+    "04_slow_networks.ipynb": {"STEPS = 60": "STEPS = 44"},
     "05_let_the_tuner_decide.ipynb": {'budget="15s"': "budget=1"},
 }
 """Replacements in the source of notebooks that make them run faster."""
