@@ -43,11 +43,6 @@ class TuneResult:
         return next(trial for trial in self.trials if trial.switches == self.switches)
 
     @property
-    def improved(self) -> bool:
-        """Whether there is a better configuration than the baseline."""
-        return bool(self.switches)
-
-    @property
     def table(self) -> Report:
         """All trials, the best configuration first, then by time, rejected ones last.
 
@@ -141,7 +136,6 @@ class TuneResult:
         """Return the result as JSON: switches, settings, trials and facts."""
         content = {
             "objective": self.objective,
-            "improved": self.improved,
             "switches": list(self.switches),
             "settings": self.settings,
             "complete": self.complete,

@@ -121,7 +121,6 @@ def test_explanation_has_answer_rejections_and_failures() -> None:
     nothing = result(()).explain()
     assert nothing.startswith("Change nothing: no switch certainly reduces step time")
     assert result(()).table.title.endswith("change nothing")
-    assert not result(()).improved
 
 
 # --- numbers ------------------------------------------------------------------------------------
