@@ -57,12 +57,11 @@ class Record(Callback):
 
 
 def choose(settings: LoaderSettings) -> Callable[..., LoaderSettings]:
-    """Return a replacement of ``Search.run`` that measures ``settings`` once and chooses them."""
+    """Return a replacement of ``Search.run`` that tries workers once and chooses ``settings``."""
 
     def run(search: Search, fetch: float, step: float) -> LoaderSettings:
-        measured = search.measure(settings)
-        assert measured is not None
-        search.tried.append(measured)
+        if settings.workers:
+            assert search.measure(settings) is not None
         return settings
 
     return run
@@ -118,17 +117,16 @@ def allow_workers() -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
-def train_in_ddp(tuned: bool, cached: bool, own_sampler: bool) -> Any:
-    """Fit under DDP, and return the samples and the weights of this rank."""
+def train_in_ddp(cached: bool, own_sampler: bool) -> Any:
+    """Fit under DDP without and with workers; return the samples and the weights of this rank."""
     allow_workers()
-    record, model, tuner = train(
-        WORKERS if tuned else None,
-        cached,
-        devices=2,
-        **({"distributed": True} if own_sampler else {"shuffle": True}),
-    )
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return record.seen, record.states, weights, record.workers, tuner.chosen
+    settings = {"distributed": True} if own_sampler else {"shuffle": True}
+    runs = []
+    for tuned, caches in ((None, False), (WORKERS, cached)):
+        record, model, tuner = train(tuned, caches, devices=2, **settings)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        runs.append((record.seen, record.states, weights, record.workers, tuner.chosen))
+    return runs
 
 
 def tune_in_ddp() -> Any:

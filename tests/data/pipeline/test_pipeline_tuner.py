@@ -40,19 +40,27 @@ def _short_measurements(monkeypatch):
 # --- the same samples ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("generator", [False, True])
-def test_samples_of_three_epochs_are_the_same(cached, generator):
+@pytest.mark.parametrize(
+    ("chosen", "cached", "loader"),
+    [
+        (WORKERS, True, {}),
+        (WORKERS, False, {"generator": 9, "num_workers": 1}),
+        (WORKERS, False, {"num_workers": 1, "persistent_workers": True}),
+        (LoaderSettings(), False, {}),
+        (LoaderSettings(1, 4, False, False), False, {}),
+    ],
+    ids=["cached", "generator", "kept by the user", "none", "not kept"],
+)
+def test_samples_of_three_epochs_are_the_same(chosen, cached, loader):
     def settings():
-        """With a generator, the user's loader has a worker already."""
-        own = {"generator": torch.Generator().manual_seed(9), "num_workers": 1}
-        return {"shuffle": True, **(own if generator else {})}
+        seed = loader.get("generator")
+        own = {} if seed is None else {"generator": torch.Generator().manual_seed(seed)}
+        return {"shuffle": True, **loader, **own}
 
     expected, plain, _ = train(None, False, **settings())
-    actual, model, tuner = train(WORKERS, cached, **settings())
-    assert actual.workers == {2}
-    assert tuner.chosen == WORKERS
-    assert len(actual.seen) == 18
+    actual, model, tuner = train(chosen, cached, **settings())
+    assert actual.workers == {chosen.workers}
+    assert tuner.chosen == chosen
     assert actual.seen == expected.seen
     assert actual.states == expected.states  # dropout draws the same numbers too
     for epoch in range(3):
@@ -61,35 +69,17 @@ def test_samples_of_three_epochs_are_the_same(cached, generator):
     assert_same_weights(model, plain)
 
 
-@pytest.mark.parametrize(
-    "chosen", [LoaderSettings(), LoaderSettings(1, 4, False, False)], ids=["none", "not kept"]
-)
-def test_samples_are_the_same_with_other_settings(chosen):
-    expected, _, _ = train(None, False, shuffle=True)
-    actual, _, _ = train(chosen, False, shuffle=True)
-    assert actual.workers == {chosen.workers}
-    assert (actual.seen, actual.states) == (expected.seen, expected.states)
-
-
-def test_samples_are_the_same_if_the_user_keeps_workers():
-    kept = {"num_workers": 1, "persistent_workers": True, "shuffle": True}
-    expected, _, _ = train(None, False, **kept)
-    actual, _, _ = train(WORKERS, False, **kept)
-    assert (actual.seen, actual.states) == (expected.seen, expected.states)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(("cached", "own_sampler"), [(True, False), (False, True)])
 def test_samples_are_the_same_under_ddp(cached, own_sampler):
-    expected = launch(train_in_ddp, False, False, own_sampler)
-    actual = launch(train_in_ddp, True, cached, own_sampler)
-    for mine, reference in zip(actual, expected, strict=True):
-        assert mine[:2] == reference[:2]
-        assert_same_weights(mine[2], reference[2])
-        assert mine[3:] == ({2}, WORKERS)
+    ranks = launch(train_in_ddp, cached, own_sampler)
+    for (seen, states, weights, _, _), tuned in ranks:
+        assert tuned[:2] == (seen, states)
+        assert_same_weights(tuned[2], weights)
+        assert tuned[3:] == ({2}, WORKERS)
     for epoch in range(3):
-        rows = [row for seen, *_ in actual for b in seen[3 * epoch : 3 * epoch + 3] for row in b]
-        assert sorted(rows) == list(range(24))
+        batches = [b for _, tuned in ranks for b in tuned[0][3 * epoch : 3 * epoch + 3]]
+        assert sorted(row for batch in batches for row in batch) == list(range(24))
 
 
 @pytest.mark.distributed
@@ -174,12 +164,7 @@ def test_torch_does_not_warn_about_the_measured_number_of_workers(monkeypatch):
     record = Record()
     quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False), record]).fit(Recorded(), data)
     assert record.workers == {workers}
-    data.num_workers = workers  # after the run the warning is back
-    with pytest.warns(UserWarning, match=f"will create {workers} worker"):
-        data.check_worker_number_rationality()
-    vars(data).update(num_workers=0, check_worker_number_rationality=list)  # the user's own
-    quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False)]).fit(Recorded(), data)
-    assert data.check_worker_number_rationality is list
+    assert "check_worker_number_rationality" not in vars(data)  # after the run it warns again
 
 
 def test_main_process_touches_neither_dataset_nor_sampler():
@@ -234,11 +219,10 @@ def test_chosen_settings_are_applied_at_each_reload(monkeypatch):
     assert record.workers == {1}
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_methods_replaced_by_others_are_restored(order, monkeypatch):
+def test_methods_replaced_by_others_are_restored(monkeypatch):
     """Beside another callback that replaces the same method, and the user's own replacement."""
     monkeypatch.setattr(Search, "run", lambda *_: LoaderSettings(1, 2))
-    callbacks = [lo.DataPipelineTuner(verbose=False), lo.DynamicBatchSize()][::order]
+    callbacks = [lo.DataPipelineTuner(verbose=False), lo.DynamicBatchSize()]
     trainer = quiet_trainer(callbacks=callbacks, reload_dataloaders_every_n_epochs=1)
     seen = []
 
@@ -253,11 +237,6 @@ def test_methods_replaced_by_others_are_restored(order, monkeypatch):
         assert "dataloader" not in vars(trainer.fit_loop._data_source)
         trainer.fit_loop.epoch_progress.reset()
     assert seen
-
-
-class TwoLoaders(Recorded):
-    def step(self, batch):
-        return super().step(batch[0])
 
 
 @pytest.mark.parametrize(

@@ -37,18 +37,13 @@ def run(machine, **settings):
     return search, search.run(machine.fetch, machine.step)
 
 
-def test_trivial_loader_gets_no_workers():
-    machine = Machine(TRIVIAL_SECONDS / 2, 1e-5)
+@pytest.mark.parametrize(("fetch", "step"), [(TRIVIAL_SECONDS / 2, 1e-5), (0.001, 0.1)])
+def test_trivial_loader_and_one_that_is_not_the_bottleneck_get_no_workers(fetch, step):
+    machine = Machine(fetch, step)
     search, chosen = run(machine)
     assert chosen.workers == 0
     assert machine.measured == []
     assert [one.settings.workers for one in search.tried] == [0]
-
-
-def test_loader_that_is_not_the_bottleneck_gets_no_workers():
-    machine = Machine(0.001, 0.1)
-    assert run(machine)[1].workers == 0
-    assert machine.measured == []
 
 
 def test_fewest_workers_that_keep_up_with_the_step_are_chosen():
@@ -59,12 +54,8 @@ def test_fewest_workers_that_keep_up_with_the_step_are_chosen():
     assert search.reason == "the loader is not the bottleneck"
 
 
-def test_waiting_items_get_more_workers_than_cores():
-    assert run(Machine(0.04, 0.001, busy=0.0), max_workers=8)[1].workers == 8
-
-
-def test_prefetch_is_tried_if_the_loader_is_the_bottleneck():
-    assert run(Machine(0.04, 0.001, busy=0.0), max_workers=8)[1].prefetch == 4
+def test_waiting_items_get_more_workers_and_a_bottleneck_larger_prefetch():
+    assert run(Machine(0.04, 0.001, busy=0.0), max_workers=8)[1] == LoaderSettings(8, 4)
     assert run(Machine(0.03, 0.02, cores=64), max_workers=8)[1].prefetch == 2
 
 
