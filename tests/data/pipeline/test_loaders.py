@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -51,19 +50,9 @@ class Counted(Eager):
 
 
 class AsItGoes(Eager):
-    draw = staticmethod(lambda n: int(torch.randint(n, ())))
-
     def __iter__(self):
         for _ in range(self.length):
-            yield self.draw(self.length)
-
-
-class NumpyAsItGoes(AsItGoes):
-    draw = staticmethod(lambda n: int(np.random.randint(n)))  # noqa: NPY002
-
-
-class PythonAsItGoes(AsItGoes):
-    draw = staticmethod(random.randrange)
+            yield random.randrange(self.length)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +82,6 @@ def test_tunable_loaders_have_no_reason_to_skip(settings):
         (DataLoader(Numbers(), sampler=Eager(), batch_size=None), "calls it twice"),
         (DataLoader(Numbers(), sampler=Counted(), batch_size=None), "calls it twice"),
         (DataLoader(Numbers(), sampler=AsItGoes(), batch_size=3), "batch by batch"),
-        (DataLoader(Numbers(), sampler=NumpyAsItGoes(), batch_size=3), "batch by batch"),
-        (DataLoader(Numbers(), sampler=PythonAsItGoes(), batch_size=3), "batch by batch"),
         (DataLoader(Numbers(), shuffle=True, generator=torch.Generator()), "its own generator"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -188,39 +188,33 @@ def test_dropout_applies_only_in_training():
 # --- torch.compile ------------------------------------------------------------------------------
 
 
-def test_other_lengths_and_offsets_need_no_further_graphs():
-    counter = CompileCounter()
+@pytest.fixture
+def counter():
+    torch._dynamo.reset()
+    yield CompileCounter()
+    torch._dynamo.reset()
+
+
+def test_other_lengths_and_offsets_need_no_further_graphs(counter):
     rotary = lo.RotaryEmbedding(4, interleaved=True)
     module = lo.SelfAttention(8, 2, causal=True, rotary=rotary)
-    torch._dynamo.reset()
     compiled = torch.compile(module, backend=counter, fullgraph=True)
-    try:
-        for length, offset in ((6, 0), (6, 0), (7, 0), (9, 0), (9, 4), (9, 5), (11, 7), (20, 31)):
-            x = torch.randn(2, length, 8)
-            assert compiled(x, offset=offset).equal(module(x, offset=offset))
-        assert counter.frame_count <= 3  # the first; any length; any offset
-        before = counter.frame_count
-        for length, offset in ((8, 1), (13, 2), (30, 300)):
-            compiled(torch.randn(2, length, 8), offset=offset)
-        assert counter.frame_count == before
-    finally:
-        torch._dynamo.reset()
+    for length, offset in ((6, 0), (6, 0), (7, 0), (9, 0), (9, 4), (9, 5), (11, 7), (20, 31)):
+        x = torch.randn(2, length, 8)
+        assert compiled(x, offset=offset).equal(module(x, offset=offset))
+    assert counter.frame_count <= 3  # the first; any length; any offset
+    before = counter.frame_count
+    for length, offset in ((8, 1), (13, 2), (30, 300)):
+        compiled(torch.randn(2, length, 8), offset=offset)
+    assert counter.frame_count == before
 
 
-def test_tables_grow_in_a_compiled_model():
-    rotary = lo.RotaryEmbedding(4, max_positions=8)
-    large = lo.RotaryEmbedding(4)
-    counter = CompileCounter()
-    torch._dynamo.reset()
+def test_tables_grow_in_a_compiled_model(counter):
+    rotary, large = lo.RotaryEmbedding(4, max_positions=8), lo.RotaryEmbedding(4)
     compiled = torch.compile(rotary, backend=counter)
-    try:
-        for length in (8, 12, 40, 41, 42, 43, 50, 64):
-            x = torch.randn(1, length, 4)
-            assert compiled(x).equal(large(x))
-        before = counter.frame_count
-        for length in (33, 48, 63, 5):
-            x = torch.randn(1, length, 4)
-            assert compiled(x).equal(large(x))
-        assert counter.frame_count == before
-    finally:
-        torch._dynamo.reset()
+    for length in (8, 12, 40, 41, 42, 43, 50, 64, 33, 48, 63, 5):
+        if length == 33:
+            before = counter.frame_count
+        x = torch.randn(1, length, 4)
+        assert compiled(x).equal(large(x))
+    assert counter.frame_count == before

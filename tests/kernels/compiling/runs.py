@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
@@ -16,6 +17,13 @@ from torchmetrics import MeanMetric
 
 from tests.helpers.models import assert_same_weights, loader_of
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+QUIET = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+"""Warnings of torch's compiler."""
 
 
 class Block(nn.Module):

@@ -13,16 +13,11 @@ from lightning_opt.kernels.channels_last.channels_last import ChannelsLast
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from lightning_opt.kernels.compiling.setup import modes_for
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import SaveAt, quiet_trainer
-from tests.kernels.compiling.runs import Net, Varying, assert_same, train
+from tests.kernels.compiling.runs import QUIET, Net, Varying, assert_same, train
 from tests.kernels.convnets import ConvNet
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = QUIET
 
 
 @pytest.mark.parametrize("scope", ["model", "regions"])
@@ -156,15 +151,6 @@ def test_model_is_compiled_once_for_channels_last() -> None:
     expected = train(ChannelsLast("always"), model=ConvNet(), num_sanity_val_steps=1)
     # Gradients may have another memory format inside a compiled graph.
     assert_same(actual, expected, rtol=1e-3, atol=1e-5)
-
-
-def test_manual_optimization_with_several_optimizers_is_identical() -> None:
-    trained = []
-    for callbacks in ([], [CompileModel(backend="aot_eager")]):
-        model = AdversarialNet()
-        quiet_trainer(callbacks=callbacks).fit(model)
-        trained.append(model)
-    assert_same_weights(trained[1], trained[0])
 
 
 def test_modes_depend_on_the_device() -> None:

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from tests.helpers.processes import launch
 from tests.kernels.compiling.runs import (
+    QUIET,
     Net,
     assert_same,
     fails,
@@ -20,9 +21,7 @@ from tests.kernels.compiling.runs import (
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    *QUIET,
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
 ]
 

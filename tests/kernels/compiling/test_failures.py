@@ -15,6 +15,7 @@ from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.kernels.compiling.runs import (
+    QUIET,
     FailsLater,
     Net,
     Varying,
@@ -27,11 +28,7 @@ from tests.kernels.compiling.runs import (
     train,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = QUIET
 
 SHORT = {"max_epochs": 1, "limit_val_batches": 1}
 

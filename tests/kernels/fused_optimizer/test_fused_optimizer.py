@@ -14,7 +14,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 import lightning_opt as lo
 from lightning_opt.kernels.fused_optimizer.fused_optimizer import Fused, obstacle_to_fused
 from tests.helpers.models import (
-    AdversarialNet,
     SmallNet,
     assert_same_weights,
     loader_of,
@@ -237,14 +236,6 @@ def test_sparse_gradients_restore_the_optimizer_with_a_warning():
     assert "restored SGD: fused kernels do not support sparse gradients" in ours[0]
     assert_same_weights(model, expected)
     assert callback.report().rows[0]["reason"] == "sparse gradients"
-
-
-def test_manual_optimization_with_two_optimizers():
-    callback, model, expected = lo.FusedOptimizer(), AdversarialNet(), AdversarialNet()
-    fit(model, callback)
-    fit(expected)
-    assert [row["implementation"] for row in callback.report().rows] == ["fused", "fused"]
-    assert_same_weights(model, expected, rtol=1e-4, atol=1e-6)
 
 
 # --- loss scaler --------------------------------------------------------------------------------

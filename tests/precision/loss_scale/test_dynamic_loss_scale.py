@@ -299,40 +299,24 @@ def test_checkpoints_are_compatible_with_the_plugin_of_lightning(tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_adaptive_clipping_gets_unscaled_gradients(fused):
-    net = Net(30, {4: 1e30, 9: 50.0}, fused)
-    fit(net, lo.DynamicLossScale(), lo.AdaptiveClipping(lo.FixedNorm(0.1)))
-    expected = Net(30, {4: 1e30, 9: 50.0})
-    fit(expected, lo.DynamicLossScale(), gradient_clip_val=0.1)
-    assert_same_weights(net, expected, rtol=0, atol=1e-5)
-
-
-def test_gradient_clip_val_works_with_fused_optimizers():
-    net, expected = Net(30, {4: 1e30}, fused=True), Net(30, {4: 1e30})
-    scales = fit(net, lo.DynamicLossScale(), gradient_clip_val=0.1)
-    assert fit(expected, lo.DynamicLossScale(), gradient_clip_val=0.1) == scales
-    assert_same_weights(net, expected, rtol=0, atol=1e-6)
-    unclipped = Net(30, {4: 1e30})
-    fit(unclipped, lo.DynamicLossScale())
-    assert not torch.allclose(unclipped.layers[0].weight, net.layers[0].weight, atol=1e-3)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_guard_records_nan_but_no_overflow(fused):
-    """Both updates are skipped."""
-    guard = lo.NonFiniteGuard(every_n_steps=1)
-    logger = MemoryLogger()
-    net = Net(12, {4: 1e30, 7: math.nan}, fused)
+def test_clipping_and_the_guard_get_unscaled_gradients(fused):
+    """The updates of the overflow and of the NaN are skipped; only the guard records the NaN."""
+    planted = {4: 1e30, 7: math.nan, 9: 50.0}
+    guard, logger = lo.NonFiniteGuard(every_n_steps=1), MemoryLogger()
+    net = Net(30, planted, fused)
     plugin = lo.DynamicLossScale(every_n_steps=1)
-    scales = fit(net, plugin, guard, logger=logger)
+    scales = fit(net, plugin, guard, lo.AdaptiveClipping(lo.FixedNorm(0.1)), logger=logger)
     assert logger.series("guard/overflows")[-1] == 1
     assert [event["step"] for event in guard.events] == [7]
     assert logger.series("loss_scale/overflows")[-1] == 1
     assert logger.series("loss_scale/skipped")[-1] == 2
     assert scales[-1] == 16384.0
-    expected = Net(12, {4: 1e30, 7: math.nan}, fused)
-    fit(expected, lo.DynamicLossScale())
-    assert_same_weights(net, expected)
+    clipped = Net(30, planted, fused)
+    fit(clipped, lo.DynamicLossScale(), gradient_clip_val=0.1)
+    assert_same_weights(net, clipped, rtol=0, atol=1e-5)
+    unclipped = Net(30, planted, fused)
+    fit(unclipped, lo.DynamicLossScale())
+    assert not torch.allclose(unclipped.layers[0].weight, net.layers[0].weight, atol=1e-3)
 
 
 def test_manual_optimisation_matches_automatic():
