@@ -112,7 +112,7 @@ def intercepted_loaders(
     sizes: WeakKeyDictionary[DataLoader[Any], tuple[int, Any]] = WeakKeyDictionary()
 
     def process_dataloader(dataloader: Any) -> Any:
-        loader = original(dataloader)
+        loader: Any = original(dataloader)
         if trainer.training:
             size = batch_size_of(loader)
             if size is not None:
