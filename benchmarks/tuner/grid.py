@@ -68,10 +68,13 @@ SWITCHES = {
         "ConvNet": [*BLOCKS, runtime, "channels_last"],
         "byte GPT": [*BLOCKS, runtime, "adaptiveclipping"],
         "tiny MLP": [*SMALL, runtime, "garbagecollection"],
-        "slow items": [*SMALL, runtime, "data_pipeline"],
-        "slow disk": [*SMALL, runtime, "data_pipeline"],
+        "slow items": [*SMALL, runtime, *loader],
+        "slow disk": [*SMALL, runtime, *loader],
     }
-    for device, runtime in (("cpu", "one_thread"), ("cuda", "tf32"))
+    for device, runtime, loader in (
+        ("cpu", "one_thread", ["data_pipeline", "data_pipeline_one_thread"]),
+        ("cuda", "tf32", ["data_pipeline"]),
+    )
 }
 """Switches of both searches, except for unsuitable ones, as bfloat16 on many CPUs."""
 

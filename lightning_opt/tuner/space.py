@@ -62,6 +62,8 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     no_parts = "" if facts.samples >= 4 else f"a batch has {facts.samples} samples"
     # None keeps Runtime from changing these settings.
     only_threads = dict.fromkeys(("matmul_precision", "cudnn_benchmark", "allocator"))
+    loader = added("DataPipelineTuner", verbose=False)
+    one_cpu = added("Runtime", threads=1, **only_threads)
     return [
         Switch("fused", "optimizer", added("FusedOptimizer"), "one kernel for all updates"),
         # "always": the trial decides, not the kind of layers.
@@ -69,8 +71,8 @@ def built_in_switches(facts: Facts) -> list[Switch]:
                "convolutions in channels_last", "throughput", no_convolutions),
         Switch("tf32", "runtime", added("Runtime"),
                "products in TF32; results change by rounding", "throughput", not_cuda),
-        Switch("one_thread", "runtime", added("Runtime", threads=1, **only_threads),
-               "torch uses one CPU", "throughput", no_cpu or one_thread),
+        Switch("one_thread", "runtime", one_cpu, "torch uses one CPU", "throughput",
+               no_cpu or one_thread),
         Switch("all_threads", "runtime", added("Runtime", threads=facts.cpus, **only_threads),
                "torch uses all CPUs that the process may use", "throughput",
                no_cpu or all_threads),
@@ -80,8 +82,12 @@ def built_in_switches(facts: Facts) -> list[Switch]:
                {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
                "autocast to float16 with a loss scale; results change by rounding", "",
                not_cuda or bf16_is_fast),
-        Switch("data_pipeline", "data", added("DataPipelineTuner", verbose=False),
-               "workers, prefetching and pinning of the loader", "throughput"),
+        Switch("data_pipeline", "data", loader, "workers and prefetching of the loader",
+               "throughput"),
+        # On a CPU workers may gain only if torch leaves them a core.
+        Switch("data_pipeline_one_thread", "data", join([loader, one_cpu]),
+               "workers of the loader, and torch uses one CPU", "throughput",
+               no_cpu or one_thread),
         Switch("compile_regions", "compile", added("CompileModel", scope="regions"),
                "torch.compile for the repeated blocks; seconds before the first step", "",
                no_blocks),
@@ -90,16 +96,14 @@ def built_in_switches(facts: Facts) -> list[Switch]:
         *(Switch(name, "batch", added("MicroBatching", size=max(1, facts.samples // count)),
                  f"each batch is processed in {count} parts", "memory", no_parts)
           for name, count in (("half_batches", 2), ("quarter_batches", 4))),
-        *(Switch(name, "checkpointing", added("ActivationCheckpointing", policy=policy),
-                 f"{part} recomputed instead of kept", "memory", no_blocks)
-          for name, policy, part in CHECKPOINTING),
+        Switch("checkpointing", "checkpointing",
+               added("ActivationCheckpointing", policy="every_layer"),
+               "activations inside blocks are recomputed instead of kept", "memory", no_blocks),
+        Switch("checkpointing_selective", "checkpointing",
+               added("ActivationCheckpointing", policy="selective"),
+               "activations of cheap operators are recomputed instead of kept", "memory",
+               no_blocks),
     ]  # fmt: skip
-
-
-CHECKPOINTING = (
-    ("checkpointing", "every_layer", "activations inside blocks are"),
-    ("checkpointing_selective", "selective", "except for expensive operators, activations are"),
-)
 
 
 class Space:

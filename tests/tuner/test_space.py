@@ -52,6 +52,15 @@ def test_memory_objective_has_its_own_switches() -> None:
     assert "a batch has 2 samples" in Space("memory", Facts(samples=2)).left_out["half_batches"]
 
 
+def test_workers_are_also_tried_with_one_thread() -> None:
+    space = Space("throughput", replace(NET, threads=2))
+    tuner, runtime = space.settings(["data_pipeline_one_thread"])["callbacks"]  # type: ignore[index]
+    assert tuner["class_path"] == "lightning_opt.DataPipelineTuner"
+    assert runtime["init_args"]["threads"] == 1
+    assert not space.allows(["data_pipeline_one_thread", "one_thread"])
+    assert not space.allows(["data_pipeline_one_thread", "data_pipeline"])
+
+
 @pytest.mark.parametrize("facts", [NET, replace(NET, device="cuda", why_no_bf16="old")])
 def test_every_switch_can_be_created_and_measures_the_same_each_time(facts: Facts) -> None:
     """A callback that decides by itself could decide differently in each trial."""
