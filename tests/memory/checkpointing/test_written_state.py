@@ -179,10 +179,11 @@ def test_block_that_changes_its_parameters_raises() -> None:
             return self.linear(x)
 
     model = Stacked(MaxNorm)
-    applied = AppliedPlan(make_plan("every_layer", find_blocks(model), None))
-    with pytest.raises(InputChangedError, match="MaxNorm changes its parameters"):
+    with (
+        AppliedPlan(make_plan("every_layer", find_blocks(model), None)),
+        pytest.raises(InputChangedError, match="MaxNorm changes its parameters"),
+    ):
         model(torch.ones(3, 8))
-    applied.undo()
 
 
 def test_late_write_to_a_large_buffer_raises() -> None:
