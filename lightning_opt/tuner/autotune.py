@@ -278,11 +278,9 @@ def start_timeout(budget: float, baseline_startup: float, given: float | None) -
         baseline_startup: Seconds that the baseline took to start; 0 if it has not started yet.
         given: The user's timeout. None for the default.
     """
-    if given is not None:
-        return given
     if not baseline_startup:
-        return max(MAX_START, budget)
-    return max(4 * baseline_startup, min(MAX_START, max(30.0, budget / 4)))
+        return given or max(MAX_START, budget)
+    return given or max(4 * baseline_startup, min(MAX_START, max(30.0, budget / 4)))
 
 
 def _ratios(trial: Trial) -> str:

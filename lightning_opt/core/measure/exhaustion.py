@@ -75,7 +75,4 @@ def _keep_large_blocks_apart() -> None:
     """
     mallopt = libc_function("mallopt")  # musl has none
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
-
-
-_M_MMAP_THRESHOLD = -3
+        mallopt(-3, 256 * 1024)  # M_MMAP_THRESHOLD
