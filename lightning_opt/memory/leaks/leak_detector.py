@@ -225,8 +225,8 @@ class LeakDetector(RunCallback):
         if not rows:
             notes.insert(0, "No leak was found.")
             notes += [
-                f"The {name} grows by {slope / 1024:.3g} KB a step, but no Python container "
-                "grows: check extensions, data loading and the allocator."
+                f"The {name} grows by {slope / 1024:.3g} KB a step, but no container that "
+                "your objects hold: check libraries, extensions and data loading."
                 for name, slope in self._trends["train"].growing().items()
                 if name in ("heap", "device")
             ]
