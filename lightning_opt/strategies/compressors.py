@@ -29,8 +29,8 @@ class Codec(ABC):
         device: The device of the tensor and its messages.
 
     Attributes:
-        message: The latest message, ``uint8`` of length ``nbytes``. It may be replaced by a longer
-            buffer; messages are then written to its beginning.
+        message: The latest message, ``uint8`` of length ``nbytes``. It may be replaced by another
+            buffer of this length.
         bound: The learned threshold, which checkpoints keep: a tensor on a device; None without.
     """
 
