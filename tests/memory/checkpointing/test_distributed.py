@@ -40,13 +40,14 @@ def callbacks(number: int) -> list[ActivationCheckpointing]:
     return [ActivationCheckpointing("every_layer"), ActivationCheckpointing("selective")]
 
 
-def compare(names: list[str], make_strategy: Any, **settings: Any) -> int:
+def compare(names: list[str], make_strategy: Any) -> int:
     """Compare training with and without checkpointing on this rank; return the number of runs."""
     runs = 0
+    settings = {"devices": 2, "max_steps": 2, "limit_val_batches": 0}
     for number, name in enumerate(names):
 
         def fresh() -> dict[str, Any]:
-            return {"strategy": make_strategy(), "devices": 2, "max_steps": 2, **settings}
+            return {"strategy": make_strategy(), **settings}
 
         expected = train(name, None, **fresh())
         for callback in callbacks(number):
@@ -105,7 +106,8 @@ def under_fsdp1() -> int:
 
         def gradients(callback: Any, name: str = name, kind: Any = kind) -> Any:
             strategy = FSDPOnCPU(auto_wrap_policy={kind}, use_orig_params=True)
-            model = train(name, callback, strategy=strategy, devices=2, max_steps=2)
+            settings = {"strategy": strategy, "devices": 2, "max_steps": 2, "limit_val_batches": 0}
+            model = train(name, callback, **settings)
             return [[g for g in step if g is not None and g.numel()] for step in model.gradients]
 
         expected = gradients(None)
@@ -141,7 +143,7 @@ class Growing(Uneven):
     first_large = 1
 
 
-UNEVEN = {"devices": 2, "use_distributed_sampler": False}
+UNEVEN = {"devices": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
 
 
 def plan_for_uneven_batches() -> tuple[float, float, int]:
