@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from lightning_opt.gradients.guard.escalation import Action
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_logger = logging.getLogger(__name__)
 
 Event: TypeAlias = dict[str, Any]
 
@@ -190,22 +193,35 @@ class StepRecord:
         }
 
 
-def merged_events(
+def record_events(
     trainer: pl.Trainer,
     faults: Sequence[StepRecord],
     names: Mapping[Tensor, str],
     damaged: list[str],
+    *,
+    is_first: bool,
 ) -> list[Event]:
-    """Return the faults of all ranks as events, the same on every rank. All ranks must call this.
+    """Log the faults of all ranks, and return them as events, the same on every rank.
+
+    All ranks must call this.
 
     Args:
         trainer: The Trainer.
         faults: The faults of this rank. Each rank must pass the same number.
         names: Names of the parameters.
         damaged: Weights and buffers that are not finite.
+        is_first: Whether these are the first faults of the run. Later skips are not logged.
     """
+    groups = step_groups(trainer)
     own = [fault.event(names, damaged, trainer.global_rank) for fault in faults]
-    return [_merge(of_ranks) for of_ranks in zip(*_gather(own, step_groups(trainer)), strict=True)]
+    events = [_merge(of_ranks) for of_ranks in zip(*_gather(own, groups), strict=True)]
+    if not groups or dist.get_rank(groups[0]) == 0:
+        for event in events:
+            if is_first or event["action"] != "skip":
+                response = RESPONSES[event["action"]]
+                _logger.warning("NonFiniteGuard: %s; %s.", describe(event), response)
+            is_first = False
+    return events
 
 
 def _merge(of_ranks: Sequence[Event]) -> Event:

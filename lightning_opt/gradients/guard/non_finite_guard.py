@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,15 +29,13 @@ from lightning_opt.gradients.guard.events import (
     Event,
     StepRecord,
     describe,
-    merged_events,
+    record_events,
 )
 from lightning_opt.gradients.guard.snapshot import BufferBackup, Snapshot
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_logger = logging.getLogger(__name__)
 
 MAX_RESTORES = 3
 """Most restores of the same snapshot. A run that needs more makes no progress."""
@@ -319,15 +315,8 @@ class NonFiniteGuard(GradientCallback):
             self._delayed.clear()  # pending codes belong to the replaced weights
             self._buffers = BufferBackup(pl_module)
         log_scalars(trainer, self.escalation.scalars())
-        events = merged_events(trainer, faults, self.names, damaged)
-        groups = step_groups(trainer)
-        is_first_rank = not groups or dist.get_rank(groups[0]) == 0
-        for event in events:
-            if is_first_rank and (not self.events or event["action"] != "skip"):
-                response = RESPONSES[event["action"]]
-                _logger.warning("NonFiniteGuard: %s; %s.", describe(event), response)
-            self.events.append(event)
-        del self.events[:-MAX_EVENTS]
+        events = record_events(trainer, faults, self.names, damaged, is_first=not self.events)
+        self.events = [*self.events, *events][-MAX_EVENTS:]
         if worst.action == "raise":
             raise FloatingPointError(self._explain(events[faults.index(worst)]))
 

@@ -123,9 +123,8 @@ class OptimizerHealth:
         on_host = zip((names for names, _ in blocks), read[len(extra) :], strict=True)
         stats, norms = stats_of_norms(parameters, list(on_host), self._first)
         if pending is not None:
-            names, *_ = pending
-            add_gradients(stats, names, read[0])
-            add_updates(stats, names, read[1])
+            add_gradients(stats, pending[0], read[0])
+            add_updates(stats, pending[0], read[1])
         for name, parameter in parameters.items():
             stats[name].status = _status(stats[name], parameter, measured=pending is not None)
         self.layers = group_layers(stats.values())
@@ -133,13 +132,10 @@ class OptimizerHealth:
 
     def _count_nonfinite(self, totals: list[tuple[int, float]], scaled: bool) -> None:
         for _, total in totals:
-            if math.isfinite(total):
-                self._streak = 0
-                continue
-            self._streak += 1
-            if scaled and self._streak < OVERFLOW_STREAK:
+            self._streak = 0 if math.isfinite(total) else self._streak + 1
+            if self._streak and scaled and self._streak < OVERFLOW_STREAK:
                 self.overflows += 1
-            else:
+            elif self._streak:
                 self.nonfinite += 1
 
     def _extend_timeline(self, finite: list[float]) -> None:
