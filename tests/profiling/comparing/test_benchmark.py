@@ -9,33 +9,33 @@ import torch
 
 import lightning_opt as lo
 from lightning_opt.core.measure import timing
+from tests.profiling.clock import Clock
 
 
-class Clock:
-    """A clock that advances only inside the functions.
+class NoisyClock(Clock):
+    """Functions advance it, with relative noise.
 
-    Args:
-        noise: Relative noise of each call.
+    Attributes:
+        calls: The names of the called functions.
     """
 
-    def __init__(self, noise: float = 0.0) -> None:
-        self.now = 0.0
-        self.noise = noise
-        self.random = random.Random(0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.random = 0.0, random.Random(0)
         self.calls: list[str] = []
 
     def takes(self, name: str, seconds: float):
         def function() -> None:
             self.calls.append(name)
-            self.now += seconds * (1 + self.noise * self.random.random())
+            self.spend(seconds * (1 + self.noise * self.random.random()))
 
         return function
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+def clock(monkeypatch) -> NoisyClock:
+    clock = NoisyClock()
+    monkeypatch.setattr(timing, "time", clock)
     return clock
 
 

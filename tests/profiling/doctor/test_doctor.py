@@ -24,6 +24,7 @@ from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.leaks.leaky import LossList
+from tests.profiling.clock import Clock
 
 MEASURED = ("data", "throughput", "gradients", "stability", "clipping", "convergence", "leaks")
 
@@ -128,20 +129,20 @@ def test_waiting_for_data_is_found():
 
 
 def test_profile_excludes_callbacks(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(phase_clock, "perf_counter", lambda: now[0])
+    clock = Clock()
+    monkeypatch.setattr(phase_clock, "perf_counter", clock)
 
     class Probe(Callback):
         def on_train_batch_end(self, *args):
-            now[0] += 6.0
+            clock.spend(6.0)
 
     class Steps(SmallNet):
         def forward(self, x):
-            now[0] += 2.0
+            clock.spend(2.0)
             return super().forward(x)
 
         def on_before_batch_transfer(self, batch, dataloader_idx):
-            now[0] += 1.0
+            clock.spend(1.0)
             return batch
 
     trainer = fit(Steps(), [Probe()], profiler=lo.StepProfiler(flops=False, print_table=False))
@@ -204,20 +205,12 @@ def test_rising_loss_and_frequent_clipping_are_found():
 
 
 @pytest.mark.parametrize(
-    "callback",
-    [
-        lo.DataMonitor(),
-        lo.LeakDetector(),
-        lo.MemoryProfiler(),
-        lo.GradientHealth(),
-        lo.NonFiniteGuard(),
-        lo.AdaptiveClipping(),
-        lo.PerformanceMonitor(),
-    ],
-    ids=lambda callback: type(callback).__name__,
-)
-def test_verdicts_before_a_run_are_unknown(callback):
-    verdicts = callback.diagnose()
+    "name",
+    ["DataMonitor", "LeakDetector", "MemoryProfiler", "GradientHealth", "NonFiniteGuard",
+     "AdaptiveClipping", "PerformanceMonitor"],
+)  # fmt: skip
+def test_verdicts_before_a_run_are_unknown(name):
+    verdicts = getattr(lo, name)().diagnose()
     assert verdicts
     assert all(verdict.state == "unknown" and verdict.advice for verdict in verdicts)
 

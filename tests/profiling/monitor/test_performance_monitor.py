@@ -13,18 +13,9 @@ from lightning_opt.core.measure import timing
 from lightning_opt.profiling.monitor.slowdown import Record, judge
 from tests.helpers.models import SmallNet, assert_same_state, batches_of, loader_of
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.profiling.clock import Clock
 
 # --- times and rates ----------------------------------------------------------------------------
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def perf_counter(self):
-        return self.now
 
 
 class Timed(SmallNet):

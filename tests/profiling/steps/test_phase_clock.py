@@ -36,26 +36,14 @@ from lightning_opt.profiling.steps.step_profiler import Measures, StepProfiler
 from lightning_opt.profiling.steps.step_run import StepRun
 from tests.helpers.models import SmallNet
 from tests.helpers.trainers import quiet_trainer
-
-
-class Time:
-    """A clock that the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_by(self, seconds: float) -> None:
-        self.now += seconds
+from tests.profiling.clock import Clock
 
 
 @pytest.fixture
-def passing(monkeypatch: pytest.MonkeyPatch) -> Time:
-    made_up = Time()
-    monkeypatch.setattr(phase_clock, "perf_counter", made_up)
-    return made_up
+def passing(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(phase_clock, "perf_counter", clock)
+    return clock
 
 
 def totals(clock: PhaseClock) -> dict[int, float]:
@@ -83,20 +71,20 @@ def test_quantiles_are_within_half_a_percent():
 
 def test_time_counts_for_the_innermost_phase(passing):
     clock = PhaseClock(Phases(), SETUP)
-    passing.pass_by(1.0)
+    passing.spend(1.0)
     clock.enter(LOOP, "epoch")
-    passing.pass_by(0.1)
+    passing.spend(0.1)
     clock.enter(OPTIMIZER, "update")
     clock.enter(LOSS, "step")
-    passing.pass_by(0.2)
+    passing.spend(0.2)
     clock.enter(FORWARD, "forward")
-    passing.pass_by(0.3)
+    passing.spend(0.3)
     clock.leave("forward")
     clock.leave("step")
     clock.enter(BACKWARD, "backward")
-    passing.pass_by(0.5)
+    passing.spend(0.5)
     clock.leave("backward")
-    passing.pass_by(0.7)
+    passing.spend(0.7)
     clock.leave("update")
     clock.end_step(trained=True)
     expected = {SETUP: 1.0, LOOP: 0.1, LOSS: 0.2, FORWARD: 0.3, BACKWARD: 0.5, OPTIMIZER: 0.7}
@@ -111,11 +99,11 @@ def test_leaving_after_an_exception_closes_inner_phases(passing):
     clock.enter(LOOP, "epoch")
     clock.enter(OPTIMIZER, "update")  # Lightning ends this one only if nothing was raised
     clock.enter(FORWARD, "forward")
-    passing.pass_by(1.0)
+    passing.spend(1.0)
     clock.leave("epoch")
     clock.leave("epoch")
     assert (clock.phase, clock.depth) == (SETUP, 0)
-    passing.pass_by(2.0)
+    passing.spend(2.0)
     clock.end_step(trained=False)
     assert totals(clock) == {FORWARD: 1.0, SETUP: 2.0}
 
@@ -128,7 +116,7 @@ def test_inner_phases_count_for_absorbing_phases(passing):
     def spend(*within: int) -> dict[int, float]:
         for place, phase in enumerate(within):
             clock.enter(phase, place)
-            passing.pass_by(1.0)
+            passing.spend(1.0)
         clock.leave(0)
         before = totals(clock)
         clock.end_step(trained=False)
@@ -146,7 +134,7 @@ def test_steps_with_profiler_time_do_not_count(passing):
     clock = PhaseClock(Phases(), SETUP)
     for phase in (FORWARD, PROFILER):
         clock.enter(phase, "it")
-        passing.pass_by(1.0)
+        passing.spend(1.0)
         clock.leave("it")
         clock.end_step(trained=True)
     assert clock.work.steps.count == 1
@@ -165,12 +153,12 @@ def test_memory_is_bounded(passing, monkeypatch):
     def take(steps: int) -> int:
         for _ in range(steps):
             run.start("[_TrainingEpochLoop].train_dataloader_next")
-            passing.pass_by(draw.lognormvariate(-5.0, 3.0))
+            passing.spend(draw.lognormvariate(-5.0, 3.0))
             run.stop("[_TrainingEpochLoop].train_dataloader_next")
             run.start("run_training_batch")
             name = f"part {draw.random()}"
             run.start(name)
-            passing.pass_by(draw.lognormvariate(-5.0, 3.0))
+            passing.spend(draw.lognormvariate(-5.0, 3.0))
             run.stop(name)
             run.stop("run_training_batch")
         size = 0

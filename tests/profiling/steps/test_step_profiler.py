@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import io
-import os
 import pickle
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.syncs import SyncCounter
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.profiling.clock import Clock
 
 NAP = 0.02
 """Seconds of the simulated clock."""
@@ -43,33 +42,11 @@ def rows_of(profiler: lo.StepProfiler, stage: str | None = None) -> dict[str, di
     return {row["phase"]: row for row in profiler.report(stage).rows}
 
 
-class Timers:
-    """A clock that advances only by `spend`.
-
-    Args:
-        tick: Seconds that pass at each reading.
-    """
-
-    def __init__(self, tick: float = 0.0) -> None:
-        self.now, self.tick = 100.0, tick
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def __call__(self) -> float:
-        self.now += self.tick
-        return self.now
-
-    def spend(self, name: str, seconds: float) -> None:
-        self.now += seconds
-        self.seconds[name] += seconds
-
-    def install(self, patch: pytest.MonkeyPatch) -> "Timers":
-        patch.setattr(phase_clock, "perf_counter", self)
-        return self
-
-
 @pytest.fixture
-def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
-    return Timers().install(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(phase_clock, "perf_counter", clock)
+    return clock
 
 
 # --- the sum ------------------------------------------------------------------------------------
@@ -90,7 +67,7 @@ def account_for(accumulate: int, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_phases_account_for_the_wall_time(accumulate, monkeypatch):
-    Timers(tick=1e-3).install(monkeypatch)
+    monkeypatch.setattr(phase_clock, "perf_counter", Clock(tick=1e-3))
     found = account_for(accumulate, num_sanity_val_steps=2, val_check_interval=6)
     assert found["batches"] == 12
     rows = found["rows"]
@@ -103,43 +80,29 @@ def test_phases_account_for_the_wall_time(accumulate, monkeypatch):
     assert shares == pytest.approx(100.0, abs=0.1 * len(rows))
 
 
-class NapsInCallback(Callback):
-    """Spends time on the second rank, after the backward pass."""
-
-    def __init__(self, timers: Timers) -> None:
-        self.timers = timers
-
-    def on_after_backward(self, *args: Any) -> None:
-        if os.environ["RANK"] == "1":
-            self.timers.spend("callback", NAP)
-
-
 def account_in_ddp() -> Any:
     torch.manual_seed(0)
     fits = [account_for(accumulate, devices=2, strategy="ddp") for accumulate in (1, 3)]
-    with pytest.MonkeyPatch.context() as patch:
-        timers, watched = Timers().install(patch), profiler(flops=False, print_table=True)
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            model, naps = Losing(timers), NapsInCallback(timers)
-            fit(watched, model, naps, devices=2, strategy="ddp", limit_val_batches=0)
+    clock, watched = Clock(), profiler(flops=False, print_table=True)
+
+    class SlowRank1(Callback):
+        def on_after_backward(self, trainer: Any, *args: Any) -> None:
+            clock.spend(NAP * trainer.global_rank)
+
+    class Net(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            clock.spend(NAP)
+            return super().training_step(batch, batch_idx)
+
+        def forward(self, x: Tensor) -> Tensor:
+            clock.spend(2 * NAP)
+            return super().forward(x)
+
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(phase_clock, "perf_counter", clock)
+        fit(watched, Net(), SlowRank1(), devices=2, strategy="ddp", limit_val_batches=0)
     return fits, watched.measures().ranks, watched.measures().seconds, out.getvalue()
-
-
-class Losing(SmallNet):
-    """Spends time before and in its forward pass."""
-
-    def __init__(self, timers: Timers) -> None:
-        super().__init__()
-        self.timers = timers
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.timers.spend("loss", NAP)
-        return super().training_step(batch, batch_idx)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.timers.spend("forward", 2 * NAP)
-        return super().forward(x)
 
 
 @pytest.mark.distributed
@@ -165,163 +128,111 @@ def test_ranks_and_their_communication():
 # --- phases ---------------------------------------------------------------------------------
 
 
-class Napping(nn.Module):
-    """Spends time in the forward and in the backward pass."""
+BATCH = torch.randn(4, 6), torch.randn(4, 1)
+CLOCK = Clock()
+"""The clock of the classes below."""
 
-    def __init__(self, timers: Timers) -> None:
-        super().__init__()
-        self.timers = timers
 
+class SpendingPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        x.register_hook(self.backward_nap)
-        self.timers.spend("forward", NAP)
+        x.register_hook(lambda gradient: CLOCK.spend(1.5 * NAP, "backward"))
+        CLOCK.spend(NAP, "forward")
         return x * 1
 
-    def backward_nap(self, gradient: Tensor) -> None:
-        self.timers.spend("backward", 1.5 * NAP)
+
+class SpendingCriterion(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        CLOCK.spend(NAP, "loss")
+        return nn.functional.mse_loss(outputs, targets)
 
 
-class Napper(SmallNet):
-    """Spends time in each phase."""
+class SpendingRows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 5
 
-    def __init__(self, timers: Timers) -> None:
-        super().__init__()
-        self.timers, self.napping = timers, Napping(timers)
-        self.lasts = 1.0  # of the naps
-        self.automatic = True
+    def __getitem__(self, index: int) -> Any:
+        CLOCK.spend(3 * NAP, "data wait")
+        return BATCH
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.napping(self.layer(x))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs = self(batch[0])
-        self.timers.spend("loss", NAP)
-        loss = nn.functional.mse_loss(outputs, batch[1])
-        self.log("loss", loss)
+class SpendingLoader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        CLOCK.spend(4 * NAP, "validation")
+        return super().__iter__()
+
+
+class SpendingSgd(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        CLOCK.spend(2 * NAP, "optimizer step")
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.timers.spend("validation", 4 * NAP)
 
-    def val_dataloader(self) -> Any:
-        timers, batch = self.timers, (torch.randn(4, 6), torch.randn(4, 1))
-
-        class SlowToStart(DataLoader[Any]):
-            def __iter__(self) -> Any:
-                timers.spend("validation", 4 * NAP)
-                return super().__iter__()
-
-        return SlowToStart([batch], batch_size=None)  # type: ignore[arg-type]
-
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        self.timers.spend("clipping", NAP)
-
-    def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
-        if not self.trainer.training:
-            return batch
-        self.timers.spend("transfer", NAP)
-        return batch
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.timers.spend("hooks of the module", NAP)
-
-    def configure_optimizers(self) -> Any:
-        timers = self.timers
-
-        class Slow(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                loss = closure()
-                timers.spend("optimizer step", 2 * NAP)
-                super().step()
-                return loss
-
-        return Slow(self.parameters(), lr=0.01)
-
-    def train_dataloader(self) -> Any:
-        timers, batch = self.timers, (torch.randn(4, 6), torch.randn(4, 1))
-
-        class Slow(Dataset[Any]):
-            def __len__(self) -> int:
-                return 5
-
-            def __getitem__(self, index: int) -> Any:
-                timers.spend("data wait", 3 * NAP)
-                return batch
-
-        return DataLoader(Slow(), batch_size=None)
-
-
-class NappingCallback(Callback):
-    def __init__(self, timers: Timers) -> None:
-        self.timers = timers
-
-    def nap(self, *args: Any) -> None:
-        self.timers.spend("callback NappingCallback", 0.5 * NAP)
-
-    on_after_backward = on_train_batch_end = nap
-
-
-class NappingCheckpoint(Callback):
-    def __init__(self, timers: Timers) -> None:
-        self.timers = timers
-
-    def on_save_checkpoint(self, *args: Any) -> None:
-        self.timers.spend("checkpoint", 6 * NAP)
-
-
-class NappingLogger(MemoryLogger):
-    def __init__(self, timers: Timers) -> None:
-        super().__init__()
-        self.timers = timers
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        self.timers.spend("logging", NAP)
-
-
-def test_phases_equal_the_time_of_each_part(timers, tmp_path):
-    logger, watched = NappingLogger(timers), profiler(flops=False, log_every_n_steps=0)
-    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1)
-    callbacks = [NappingCallback(timers), NappingCheckpoint(timers), checkpoint]
-    settings = {"enable_checkpointing": True, "val_check_interval": 1, "limit_val_batches": 1}
-    fit(watched, Napper(timers), *callbacks, logger=logger, **settings)
-    assert len(timers.seconds) == 12
-    spent = {name: seconds for name, seconds in watched.measures().seconds.items() if seconds}
-    assert spent == pytest.approx(timers.seconds)
-
-
-# --- forward and loss ---------------------------------------------------------------------------
-
-
-class WithParts(Napper):
+class Spending(SmallNet):
     """Calls modules in a list, and a loss module."""
 
-    def __init__(self, timers: Timers) -> None:
-        super().__init__(timers)
-        self.parts = nn.ModuleList([self.layer, self.napping])
-        self.criterion = Criterion(timers)
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([self.layer, SpendingPart()])
+        self.criterion = SpendingCriterion()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0]
         for part in self.parts:
             x = part(x)
-        return self.criterion(x, batch[1])
+        CLOCK.spend(NAP, "loss")
+        loss = self.criterion(x, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        CLOCK.spend(4 * NAP, "validation")
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        CLOCK.spend(NAP, "clipping")
+
+    def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
+        if self.trainer.training:
+            CLOCK.spend(NAP, "transfer")
+        return batch
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        CLOCK.spend(NAP, "hooks of the module")
+
+    def configure_optimizers(self) -> Any:
+        return SpendingSgd(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(SpendingRows(), batch_size=None)
+
+    def val_dataloader(self) -> Any:
+        return SpendingLoader([BATCH], batch_size=None)  # type: ignore[arg-type]
 
 
-class Criterion(nn.Module):
-    def __init__(self, timers: Timers) -> None:
-        super().__init__()
-        self.timers = timers
+class SpendingCallback(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        CLOCK.spend(0.5 * NAP, "callback SpendingCallback")
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.timers.spend("loss", NAP)
-        return nn.functional.mse_loss(outputs, targets)
+    on_after_backward = on_train_batch_end
+
+    def on_save_checkpoint(self, *args: Any) -> None:
+        CLOCK.spend(6 * NAP, "checkpoint")
 
 
-def test_loss_modules_are_separate_from_forward(timers):
-    watched = profiler(flops=False)
-    fit(watched, WithParts(timers), limit_val_batches=0)
-    for name in ("forward", "loss"):
-        assert watched.measures().seconds[name] == pytest.approx(timers.seconds[name]), name
+class SpendingLogger(MemoryLogger):
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        CLOCK.spend(NAP, "logging")
+
+
+def test_phases_equal_the_time_of_each_part(monkeypatch, tmp_path):
+    monkeypatch.setattr(phase_clock, "perf_counter", CLOCK)
+    watched = profiler(flops=False, log_every_n_steps=0)
+    callbacks = [SpendingCallback(), ModelCheckpoint(tmp_path, save_top_k=-1)]
+    settings = {"enable_checkpointing": True, "val_check_interval": 1, "limit_val_batches": 1}
+    fit(watched, Spending(), *callbacks, logger=SpendingLogger(), **settings)
+    assert len(CLOCK.spent) == 12
+    spent = {name: seconds for name, seconds in watched.measures().seconds.items() if seconds}
+    assert spent == pytest.approx(CLOCK.spent)
 
 
 def test_forward_and_loss_are_one_phase_if_the_model_is_compiled():
@@ -385,8 +296,13 @@ class Copies(Callback):
 
 
 def test_module_copies_have_no_active_hooks():
+    class Idle(Callback):
+        pass
+
     copies, model, watched = Copies(), SmallNet(), profiler(flops=False)
-    fit(watched, model, copies)
+    fit(watched, model, copies, Idle())
+    callbacks = [name for name in rows_of(watched) if name.startswith("callback ")]
+    assert callbacks == ["callback Copies"]  # only those with hooks have phases
     before = watched.report().rows
     assert copies.copy(torch.ones(2, 6)).shape == (2, 1)
     assert watched.report().rows == before
@@ -451,67 +367,38 @@ def test_stopped_epoch_counts_finished_batches():
     assert watched.measures().clock.work.steps.count == 5
 
 
-def test_only_callbacks_with_hooks_have_phases():
-    class Idle(Callback):
-        pass
-
-    watched = profiler()
-    fit(watched, SmallNet(), Copies(), Idle())
-    callbacks = [name for name in rows_of(watched) if name.startswith("callback ")]
-    assert callbacks == ["callback Copies"]
-
-
-def test_user_actions_are_phases(timers):
-    class Profiled(SmallNet):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            with self.trainer.profiler.profile("my part"):
-                timers.spend("my part", NAP)
-            return super().training_step(batch, batch_idx)
-
-    watched = profiler(flops=False)
-    fit(watched, Profiled())
-    row = rows_of(watched)["my part"]
-    assert row["count"] == 12
-    assert row["total s"] == pytest.approx(12 * NAP)
-
-
 # --- regions ------------------------------------------------------------------------------------
 
 
-class WithRegions(SmallNet):
-    """Has nested regions, and one around the forward pass."""
-
-    def __init__(self, profiler: lo.StepProfiler, timers: Timers) -> None:
-        super().__init__()
-        self.profiler, self.timers = profiler, timers
-
-    def forward(self, x: Any) -> Any:
-        with self.profiler.region("outer", bytes=8e6):
-            self.timers.spend("outer", NAP)
-            with self.profiler.region("inner"):
-                self.timers.spend("inner", 2 * NAP)
-        self.timers.spend("forward", NAP)
-        return self.layer(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 3:
-            with self.profiler.region("all of it"):
-                return super().training_step(batch, batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(list(super().train_dataloader())[:4], batch_size=None)
-
-
-def test_regions_are_phases_of_their_own(timers):
+def test_regions_and_user_actions_are_phases_of_their_own(clock):
     watched = profiler(flops=False)
+
+    class Net(SmallNet):
+        """Has nested regions, and one around the forward pass."""
+
+        def forward(self, x: Any) -> Any:
+            with watched.region("outer", bytes=8e6):
+                clock.spend(NAP)
+                with watched.region("inner"):
+                    clock.spend(2 * NAP)
+            clock.spend(NAP)
+            return self.layer(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with self.trainer.profiler.profile("my part"):
+                clock.spend(5 * NAP)
+            with watched.region("all of it") if batch_idx == 3 else contextlib.nullcontext():
+                return super().training_step(batch, batch_idx)
+
     with watched.region("before any run"):
         pass
-    fit(watched, WithRegions(watched, timers), limit_val_batches=0)
+    fit(watched, Net(), limit_val_batches=0, limit_train_batches=4)
     measures, rows = watched.measures(), rows_of(watched)
-    # One within another counts once: what is left is the outer one's own.
+    # A region inside another counts once: the outer one has the rest.
     assert measures.seconds["region inner"] == pytest.approx(4 * 2 * NAP)
     assert measures.seconds["region outer"] == pytest.approx(4 * NAP)
+    assert measures.seconds["my part"] == pytest.approx(4 * 5 * NAP)
+    assert rows["my part"]["count"] == 4
     assert rows["forward"]["count"] == 3  # once it was the region's
     assert rows["region all of it"]["count"] == 1
     assert measures.bytes == {"region outer": 4 * 8e6}
