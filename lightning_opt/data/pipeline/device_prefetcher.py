@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,12 +74,19 @@ class DevicePrefetcher(RunCallback):
         original_transfer = pl_module.transfer_batch_to_device
 
         def transfer_batch_to_device(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            copy = partial(original_transfer, batch, device, dataloader_idx)
             if not is_transparent(batch):
-                return copy()
+                return original_transfer(batch, device, dataloader_idx)
             self._warn_if_not_pinned(batch)
             self.copies += 1
-            return copy_on_stream(copy, side, torch.cuda.current_stream(device), torch.cuda.stream)
+            with torch.cuda.stream(side):
+                moved = original_transfer(batch, device, dataloader_idx)
+            current = torch.cuda.current_stream(device)
+            current.wait_stream(side)  # the host does not wait
+            for tensor in tensors_of(moved):
+                # Otherwise the allocator could reuse the memory for the next copy while `current`
+                # still reads it.
+                tensor.record_stream(current)
+            return moved
 
         self._patches.enter_context(
             replaced(pl_module, transfer_batch_to_device=transfer_batch_to_device)
@@ -98,27 +103,6 @@ class DevicePrefetcher(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the model's ``transfer_batch_to_device``."""
         self._patches.close()
-
-
-def copy_on_stream(
-    copy: Callable[[], Any], side: Any, current: Any, use: Callable[[Any], Any]
-) -> Any:
-    """Run ``copy`` on the stream ``side``; the stream ``current`` waits for it, the host does not.
-
-    Args:
-        copy: Queues the copy and returns the batch on the device.
-        side: The stream to copy on.
-        current: The stream that computes.
-        use: A context in which work is queued on a stream (``torch.cuda.stream``).
-    """
-    with use(side):
-        batch = copy()
-    current.wait_stream(side)
-    for tensor in tensors_of(batch):
-        # Otherwise the allocator could reuse the memory for the next copy on `side` while `current`
-        # still reads it.
-        tensor.record_stream(current)
-    return batch
 
 
 def is_transparent(batch: Any) -> bool:

@@ -1,6 +1,5 @@
 """DataMonitor and DevicePrefetcher."""
 
-import contextlib
 import logging
 from collections import UserDict
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import data_monitor as monitor_module
-from lightning_opt.data.pipeline.device_prefetcher import copy_on_stream, is_transparent
+from lightning_opt.data.pipeline.device_prefetcher import is_transparent
 from tests.data.runs import Recorded, Rows
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -87,36 +86,6 @@ def test_invalid_monitor_arguments_raise():
 
 
 # --- DevicePrefetcher ---------------------------------------------------------------------------
-
-
-class Stream:
-    def __init__(self, name, events):
-        self.name, self.events = name, events
-
-    def wait_stream(self, other):
-        self.events.append(f"{self.name} waits for {other.name}")
-
-
-def test_copy_runs_on_the_side_stream_and_only_the_next_step_waits(monkeypatch):
-    events = []
-    side, current = Stream("side", events), Stream("current", events)
-
-    @contextlib.contextmanager
-    def use(stream):
-        events.append(f"on {stream.name}")
-        yield
-        events.append(f"off {stream.name}")
-
-    recorded = []
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream))
-    )
-    batch = {"x": torch.ones(2), "y": [torch.zeros(1), "name"]}
-    copied = copy_on_stream(lambda: events.append("copy") or batch, side, current, use)
-    assert copied is batch
-    assert events == ["on side", "copy", "off side", "current waits for side"]
-    assert [stream for _, stream in recorded] == [current, current]
-    assert {id(tensor) for tensor, _ in recorded} == {id(batch["x"]), id(batch["y"][0])}
 
 
 @dataclass
