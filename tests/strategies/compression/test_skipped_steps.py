@@ -120,7 +120,7 @@ class ClipsByHand(Ledger):
         self.clip_gradients(optimizer, gradient_clip_val=0.1)
 
 
-def _clippers() -> None:
+def _clip() -> None:
     for compressor in (TopK(0.05), Threshold()):
         with pytest.raises(ValueError, match=r"ClipsByHand.configure_gradient_clipping clips"):
             fit(ClipsByHand(), compressed(compressor), range(3))
@@ -140,7 +140,7 @@ def _clippers() -> None:
 
 
 def test_clipping_reduced_gradients_raises_with_late_compressors():
-    launch(_clippers)
+    launch(_clip)
 
 
 # --- restored during a run ----------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _rollback() -> None:
     assert _size_of_residuals(after.state) == 0
 
 
-def _again(path: str) -> None:
+def _second_fit(path: str) -> None:
     trainer = fit(Ledger(), compressed(), range(20), callbacks=[SaveAtEnd(path)])
     strategy = trainer.strategy
     assert _size_of_residuals(strategy.state) > 0
@@ -208,7 +208,7 @@ def _again(path: str) -> None:
 def _restored(path: str) -> None:
     _finder()
     _rollback()
-    _again(path)
+    _second_fit(path)
 
 
 def test_finder_rollback_validation_and_second_fit_leave_no_residual(tmp_path):

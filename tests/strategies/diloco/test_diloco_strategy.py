@@ -342,7 +342,7 @@ def test_invalid_arguments_raise(settings, words):
         lo.DiLoCoStrategy(**settings)
 
 
-def _alone() -> None:
+def _single_process() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         fit(Net(optimizer="LBFGS"), "diloco")
     models = Net(), Net()
@@ -352,7 +352,7 @@ def _alone() -> None:
 
 
 def test_single_process_trains_like_ddp_and_lbfgs_raises():
-    launch(_alone, processes=1)
+    launch(_single_process, processes=1)
 
 
 class Stops(Callback):

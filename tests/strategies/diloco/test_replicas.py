@@ -155,7 +155,7 @@ def _rolled_back() -> None:
     assert same_on_all_ranks(model)
 
 
-def _stopped(folder: str) -> None:
+def _stop_early(folder: str) -> None:
     """Early stopping, checkpoints and tests use the same model on all ranks."""
     path = f"{folder}/best.ckpt"
 
@@ -209,7 +209,7 @@ def _unfrozen() -> None:
     assert thaws.same == expected
 
 
-def _alike() -> None:
+def _same_start_and_buffers() -> None:
     """All start from the state of the first; a buffer that changes only on rank 1 is averaged."""
 
     def check(trainer: Any, module: Any) -> None:
@@ -228,20 +228,20 @@ def _alike() -> None:
     assert float(model.shift) == 3.0
 
 
-def _shorter() -> None:
+def _unequal_batches() -> None:
     with pytest.raises(ValueError, match="as many batches on every process, got from 14 to 16"):
         fit(Net(fewer=2), lo.DiLoCoStrategy(4))
 
 
-def _apart(folder: str) -> None:
+def _run_all(folder: str) -> None:
     _clipping()
     _guarded()
     _rolled_back()
-    _stopped(folder)
+    _stop_early(folder)
     _unfrozen()
-    _alike()
-    _shorter()
+    _same_start_and_buffers()
+    _unequal_batches()
 
 
 def test_own_and_shared_state_of_replicas(tmp_path: Path) -> None:
-    launch(_apart, str(tmp_path))
+    launch(_run_all, str(tmp_path))
