@@ -170,42 +170,63 @@ def find_handle(library: ModuleType, uuid: str) -> Any:
     return None
 
 
-# --- control groups, version 2 --------------------------------------------------------------------
+# --- control groups, version 1 and 2 --------------------------------------------------------------
 
 MemoryGroup: TypeAlias = Callable[[], tuple[int, int] | None]
 """Reads bytes used and the limit of a control group, or None if it has no limit."""
 
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, use, and the statistic of inactive file caches in version 2 and in version 1."""
+
+NO_LIMIT = 1 << 60
+"""Version 1 reports "no limit" as a number of about 9.2e18."""
+
 
 def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     """Return the groups that limit this process: its own group and the group's parents."""
-    groups = [partial(_read_memory, folder) for folder in _folders(root)]
+    groups = [partial(_read_memory, folder) for folder in _folders(root, "memory")]
     return [group for group in groups if group() is not None]
 
 
 def _read_memory(folder: Path) -> tuple[int, int] | None:
-    limit, used = ("".join(_lines(folder / f"memory.{name}")) for name in ("max", "current"))
-    if not limit.isdigit():  # "max", or no file
-        return None
-    statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
-    # The kernel drops inactive file caches before it kills a process, so they do not count.
-    return max(0, int(used) - int(statistics.get("inactive_file", 0))), int(limit)
+    for limit_file, used_file, inactive in MEMORY_FILES:
+        limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
+        if limit.isdigit() and int(limit) < NO_LIMIT:  # otherwise "max", or no file
+            statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
+            # The kernel drops inactive file caches before it kills a process: they do not count.
+            return max(0, int(used) - int(statistics.get(inactive, 0))), int(limit)
+    return None
 
 
 def find_cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the smallest CPU quota of this process's groups, in CPUs, or None without a quota."""
-    limits = [line.split() for folder in _folders(root) for line in _lines(folder / "cpu.max")]
-    return min((int(q) / int(period) for q, period in limits if q != "max"), default=None)
+    quotas = []
+    for folder in _folders(root, "cpu"):
+        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2, or of 1
+        limit = " ".join(line for name in files for line in _lines(folder / name)).split()
+        if limit and limit[0].isdigit():  # otherwise "max" or -1
+            quotas.append(int(limit[0]) / int(limit[1]))
+    return min(quotas, default=None)
 
 
-def _folders(root: Path) -> list[Path]:
-    """Return the folder of this process's group, followed by its parents."""
-    mount = root / "sys/fs/cgroup"
-    paths = [line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")]
-    names = "".join(paths).strip("/").split("/")
-    # A container may see only a part of the host's path, or none of it.
-    inside = (mount.joinpath(*names[start:]) for start in range(len(names)))
-    folder = next((each for each in inside if each.is_dir() and ".." not in names), mount)
-    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]
+def _folders(root: Path, controller: str) -> list[Path]:
+    """Return the folders of this process's groups, each followed by its parents."""
+    found: list[Path] = []
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        is_version_2 = number == "0"
+        if not is_version_2 and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("" if is_version_2 else controller)
+        names = path.strip("/").split("/")
+        # A container may see only a part of the host's path, or none of it.
+        inside = (mount.joinpath(*names[start:]) for start in range(len(names)))
+        folder = next((each for each in inside if each.is_dir() and ".." not in names), mount)
+        found += [folder, *(each for each in folder.parents if each.is_relative_to(mount))]
+    return found
 
 
 def _lines(file: Path) -> list[str]:

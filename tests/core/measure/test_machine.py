@@ -16,11 +16,14 @@ from lightning_opt.core.measure.machine import (
 )
 from lightning_opt.core.measure.memory import MemoryLimits, Usage
 
+GROUPS = "5:cpu,cpuacct:/job/step\n4:memory:/job/step\n0::/job/step\n"
+"""A process in the same group of version 1 and of version 2."""
+
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """Write the kernel's files for a process in the group ``/job/step``."""
+    """Write the kernel's files."""
     files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for name, text in (files | {"proc/self/cgroup": "0::/job/step\n"}).items():
+    for name, text in (files | {"proc/self/cgroup": GROUPS}).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
@@ -32,8 +35,11 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({"job/step/cpu.max": "150000 100000"}, 1.5),
         ({"job/step/cpu.max": "400000 100000", "job/cpu.max": "200000 100000"}, 2.0),
         ({"job/step/cpu.max": "max 100000"}, None),
+        ({"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000",
+          "cpu/job/step/tasks": ""}, 0.5),
+        ({"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, None),
     ],
-)
+)  # fmt: skip
 def test_smallest_quota_of_all_levels_counts(files, expected, tmp_path):
     root = write(tmp_path, files)
     assert find_cpu_quota(root) == expected
@@ -58,6 +64,17 @@ JOB = {
         ),
         pytest.param(
             {"step/memory.max": "10", "step/memory.current": "4"}, [(4, 10)], id="a subtree"
+        ),
+        pytest.param(
+            {
+                "memory/job/memory.limit_in_bytes": "5000",
+                "memory/job/memory.usage_in_bytes": "1000",
+                "memory/job/memory.stat": "cache 300\ntotal_inactive_file 100\n",
+                "memory/job/step/memory.limit_in_bytes": "9223372036854771712",
+                "memory/job/step/memory.usage_in_bytes": "1000",
+            },
+            [(900, 5000)],
+            id="version 1",
         ),
         pytest.param({}, [], id="no limit"),
     ],
