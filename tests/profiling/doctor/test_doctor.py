@@ -19,12 +19,10 @@ import lightning_opt as lo
 from lightning_opt.core.output.report import TOPICS, Verdict
 from lightning_opt.profiling.doctor import doctor as checks
 from lightning_opt.profiling.doctor.doctor import HINTS
-from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.leaks.leaky import LossList
-from tests.profiling.clock import Clock
 
 MEASURED = ("data", "throughput", "gradients", "stability", "clipping", "convergence", "leaks")
 
@@ -126,28 +124,6 @@ def test_waiting_for_data_is_found():
         assert verdict.state == "look"
         assert float(re.search(r"(\d+)\.?\d*%", verdict.finding)[1]) > 50
         assert "DataPipelineTuner" in verdict.advice
-
-
-def test_profile_excludes_callbacks(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(phase_clock, "perf_counter", clock)
-
-    class Probe(Callback):
-        def on_train_batch_end(self, *args):
-            clock.spend(6.0)
-
-    class Steps(SmallNet):
-        def forward(self, x):
-            clock.spend(2.0)
-            return super().forward(x)
-
-        def on_before_batch_transfer(self, batch, dataloader_idx):
-            clock.spend(1.0)
-            return batch
-
-    trainer = fit(Steps(), [Probe()], profiler=lo.StepProfiler(flops=False, print_table=False))
-    finding = lo.doctor(trainer)["profile"].finding
-    assert finding == "'forward' takes longest, 67% of the step time without callbacks."
 
 
 class DeadLayer(SmallNet):

@@ -115,47 +115,22 @@ def test_failed_sample_ends_the_thread_but_not_the_run(caplog):
 # --- the GPU ---
 
 
-class Driver:
-    """A stand-in for NVML: devices are dicts by UUID, and missing values raise."""
-
-    NVML_TEMPERATURE_GPU = 0
-    nvmlMemory_v2 = 2  # noqa: N815 - as in pynvml
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, **devices: dict[str, Any]) -> None:
-        self.devices = {name.replace("_", "-"): values for name, values in devices.items()}
-
-    def _known(self, uuid: str, what: str) -> Any:
-        if what not in self.devices.get(uuid, {}):
-            raise self.NVMLError("Not Supported")
-        return self.devices[uuid][what]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        if uuid not in self.devices:
-            raise self.NVMLError("Not Found")
-        return uuid
-
-    def nvmlDeviceGetUtilizationRates(self, uuid: str) -> Any:  # noqa: N802
-        return SimpleNamespace(gpu=self._known(uuid, "use"))
-
-    def nvmlDeviceGetMemoryInfo(self, uuid: str, version: int = 1) -> Any:  # noqa: N802
-        used = self._known(uuid, "used")
-        return SimpleNamespace(used=used, free=1, total=used + 1, reserved=0)
-
-    def nvmlDeviceGetPowerUsage(self, uuid: str) -> int:  # noqa: N802
-        return self._known(uuid, "milliwatts")
-
-    def nvmlDeviceGetTemperature(self, uuid: str, sensor: int) -> int:  # noqa: N802
-        return self._known(uuid, "celsius")
-
-
-DRIVER = Driver(
-    GPU_00aa={"use": 10, "used": 1, "milliwatts": 50_000, "celsius": 31},
-    GPU_01cc={"use": 30, "used": 3, "milliwatts": 70_000, "celsius": 33},
-    MIG_7={"used": 101},
+DEVICES: dict[str, dict[str, Any]] = {
+    "GPU-00aa": {"use": 10, "used": 1, "milliwatts": 50_000, "celsius": 31},
+    "GPU-01cc": {"use": 30, "used": 3, "milliwatts": 70_000, "celsius": 33},
+    "MIG-7": {"used": 101},
+}
+DRIVER = SimpleNamespace(
+    NVMLError=KeyError,
+    NVML_TEMPERATURE_GPU=0,
+    nvmlMemory_v2=2,
+    nvmlDeviceGetHandleByUUID=DEVICES.__getitem__,
+    nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle["use"]),
+    nvmlDeviceGetMemoryInfo=lambda handle, version: SimpleNamespace(used=handle["used"]),
+    nvmlDeviceGetPowerUsage=lambda handle: handle["milliwatts"],
+    nvmlDeviceGetTemperature=lambda handle, sensor: handle["celsius"],
 )
+"""A stand-in for NVML. A handle is a dict of values, and missing values raise."""
 
 
 @pytest.fixture

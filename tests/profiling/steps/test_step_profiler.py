@@ -233,6 +233,11 @@ def test_phases_equal_the_time_of_each_part(monkeypatch, tmp_path):
     assert len(CLOCK.spent) == 12
     spent = {name: seconds for name, seconds in watched.measures().seconds.items() if seconds}
     assert spent == pytest.approx(CLOCK.spent)
+    outside = ("callback SpendingCallback", "validation", "checkpoint")
+    step = sum(seconds for name, seconds in CLOCK.spent.items() if name not in outside)
+    share = f"{CLOCK.spent['data wait'] / step:.0%}"
+    finding = f"'data wait' takes longest, {share} of the step time without callbacks."
+    assert watched.diagnose()[0].finding == finding
 
 
 def test_forward_and_loss_are_one_phase_if_the_model_is_compiled():
@@ -266,24 +271,13 @@ def test_everything_is_removed_after_a_run_or_an_exception(fail_at):
     assert footprints(profiler()) == footprints(None)
 
 
-class Regular(SmallNet):
-    """Has dropout and batch statistics."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="Adam")
-        self.layer = nn.Sequential(
-            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1)
-        )
-
-
 def test_training_is_unchanged():
-    torch.manual_seed(3)
-    model = Regular()
+    model = SmallNet("Adam")
+    model.layer = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
     twin = copy.deepcopy(model)
-    torch.manual_seed(4)
-    fit(None, model)
-    torch.manual_seed(4)
-    fit(profiler(), twin)
+    for net, watched in ((model, None), (twin, profiler())):
+        torch.manual_seed(4)
+        fit(watched, net)
     assert_same_weights(twin, model)
 
 
