@@ -6,18 +6,15 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
-
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 import lightning_opt
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.output.report import Report
+from lightning_opt.presets._optional import as_optional
 from lightning_opt.presets.situation import Situation, as_list, class_names
-from lightning_opt.trainer.lightning import PACKAGES, BaseCallback
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.trainer.lightning import PACKAGES
 from lightning_opt.worker.recipes import instantiate
 
 if TYPE_CHECKING:
@@ -30,12 +27,6 @@ ORDER = (
 )  # fmt: skip
 """Callbacks whose order matters: process settings first, then callbacks that produce, measure,
 check and change gradients. All others follow."""
-
-START_HOOKS = (
-    "setup", "on_fit_start", "on_sanity_check_start", "on_train_start",
-    "on_validation_start", "on_test_start", "on_predict_start",
-)  # fmt: skip
-"""Hooks in which callbacks raise if they do not support the run."""
 
 ARGUMENTS = set(inspect.signature(PACKAGES[0].Trainer).parameters) - {"callbacks"}
 """Arguments of the Trainer that a preset may set."""
@@ -91,7 +82,7 @@ class Part:
 
     def make(self) -> pl.Callback:
         kind: Any = self.kind
-        kind = as_part(kind) if self._is_own and not self.is_requested else kind
+        kind = as_optional(kind) if self._is_own and not self.is_requested else kind
         return kind(**instantiate(self.value))  # type: ignore[no-any-return]
 
     def to_config(self) -> dict[str, Any]:
@@ -99,7 +90,7 @@ class Part:
         kind: Any = self.kind
         module = kind.__module__
         if self._is_own:
-            module = "lightning_opt" if self.is_requested else "lightning_opt.presets"
+            module = "lightning_opt" if self.is_requested else "lightning_opt.presets._optional"
         return {"class_path": f"{module}.{kind.__qualname__}", "init_args": dict(self.value)}
 
 
@@ -304,28 +295,6 @@ def join(
     arguments = {part.name: part.value for part in on if not part.kind}
     callbacks = [form(part) for part in on if part.kind] + as_list(given.get("callbacks"))
     return {**arguments, "callbacks": sorted(callbacks, key=_rank)}
-
-
-@cache
-def as_part(kind: type[RunCallback]) -> type[RunCallback]:
-    """Return a subclass that leaves the run with a warning where ``kind`` raises at its start."""
-    hooks = {name: _leave_on_error(getattr(kind, name)) for name in START_HOOKS}
-    content = {"__module__": "lightning_opt.presets", "__doc__": kind.__doc__, **hooks}
-    return type(kind.__name__, (kind,), content)
-
-
-def _leave_on_error(hook: Callable[..., None]) -> Callable[..., None]:
-    @wraps(hook)
-    def call(self: RunCallback, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        try:
-            hook(self, trainer, *args, **kwargs)
-        except ValueError as error:
-            self.release(trainer)
-            # Replaced and not removed, because Lightning is iterating over the list.
-            trainer.callbacks[trainer.callbacks.index(self)] = BaseCallback()  # type: ignore[attr-defined]
-            rank_zero_warn(f"The preset leaves out {type(self).__name__}: {error}")
-
-    return call
 
 
 def _rank(callback: pl.Callback | Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 import lightning_opt as lo
 from lightning_opt.core.measure import machine
 from lightning_opt.presets import situation
-from lightning_opt.presets.preset import as_part
+from lightning_opt.presets._optional import as_optional
 from lightning_opt.trainer.run_callback import RunCallback
 from lightning_opt.worker.recipes import instantiate
 from tests.helpers.models import (
@@ -195,7 +195,7 @@ class Unsupported(RunCallback):
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
 def test_part_that_raises_when_training_starts_is_left_out():
-    trainer = quiet_trainer(callbacks=[as_part(Unsupported)()])
+    trainer = quiet_trainer(callbacks=[as_optional(Unsupported)()])
     with pytest.warns(UserWarning, match="leaves out Unsupported: not here"):
         trainer.fit(SmallNet())
     assert trainer.global_step == 12

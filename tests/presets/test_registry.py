@@ -85,8 +85,8 @@ def test_yaml_equals_the_python_arguments():
     callbacks = written.pop("callbacks")
     for entry, callback in itertools.zip_longest(callbacks, made.pop("callbacks")):
         kind = type(callback)
-        package = "lightning_opt" if kind is lo.NonFiniteGuard else "lightning_opt.presets"
-        assert entry["class_path"] == f"{package}.{kind.__name__}"
+        part_of = "" if kind is lo.NonFiniteGuard else ".presets._optional"
+        assert entry["class_path"] == f"lightning_opt{part_of}.{kind.__name__}"
         assert class_named(entry["class_path"]) is kind
     assert written == made
     (guard,) = [e for e in callbacks if e["class_path"].endswith("NonFiniteGuard")]
