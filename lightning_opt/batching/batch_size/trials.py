@@ -261,16 +261,14 @@ class Trials:
             )
             if mode != "fastest" or not largest:
                 return FoundSizes(self.initial, largest, 0, trials)
-            fastest, timed = find_fastest(
-                lambda size: self.run(size, TIMED_TRIAL), largest, allowed
-            )
+            fastest, timed = find_fastest(lambda size: self.run(size, timed=True), largest, allowed)
             by_size = {trial.size: trial for trial in (*trials, *timed)}
             return FoundSizes(self.initial, largest, fastest, list(by_size.values()))
 
-    def run(self, size: int | None, length: tuple[int, float, int] = MEMORY_TRIAL) -> Trial:
+    def run(self, size: int | None, timed: bool = False) -> Trial:
         trainer, device = self._trainer, self._trainer.strategy.root_device
         free_unused(device)
-        worst_batch = self._worst_batch if length is MEMORY_TRIAL else None
+        length, worst_batch = (TIMED_TRIAL, None) if timed else (MEMORY_TRIAL, self._worst_batch)
         probe = TrialCallback(size, length, self._budget, worst_batch)
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())

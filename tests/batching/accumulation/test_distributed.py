@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from tests.batching.accumulation.test_accumulation import TextNet, Texts, Windows, count_tokens
-from tests.batching.nets import counting_ddp
+from tests.batching.nets import counting_ddp, full_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -66,11 +66,7 @@ def train(strategy: str, per: str, batches: int) -> tuple[dict[str, Tensor], Any
         max_epochs=3,
     )
     trainer.fit(model)
-    weights = {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
-    return weights, windows.steps, len(reductions)
+    return full_weights(model), windows.steps, len(reductions)
 
 
 def train_all(strategy: str) -> list[Any]:

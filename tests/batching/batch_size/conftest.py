@@ -1,4 +1,4 @@
-"""Trials of speed end after a few steps and one round, because nothing depends on the times."""
+"""Trials end after a few steps and one round, because nothing depends on the times."""
 
 import pytest
 
@@ -6,7 +6,8 @@ from lightning_opt.batching.batch_size import search, trials
 
 
 @pytest.fixture
-def brief_timed_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, _, most = trials.TIMED_TRIAL
-    monkeypatch.setattr(trials, "TIMED_TRIAL", (steps, 0.0, most))
+def brief_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEMORY_TRIAL", "TIMED_TRIAL"):
+        steps, _, most = getattr(trials, name)
+        monkeypatch.setattr(trials, name, (steps, 0.0, most))
     monkeypatch.setattr(search, "FINALISTS_BY_ROUND", ())

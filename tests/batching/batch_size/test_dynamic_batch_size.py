@@ -17,7 +17,7 @@ from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("brief_timed_trials")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 
 PLENTY = 10.0**6
 """MB of a budget that everything fits."""
@@ -292,19 +292,10 @@ def test_exception_restores_the_loader():
     assert "process_dataloader" not in vars(trainer.strategy)
 
 
-class Frozen:
-    """Creates its batches once."""
+class Frozen(list[Any]):
+    """Batches that are created once, whatever the batch size is then."""
 
     batch_size = 5
-
-    def __init__(self) -> None:
-        self.batches = torch.arange(60).split(5)
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 def test_incompatible_settings_raise():
@@ -321,7 +312,7 @@ def test_incompatible_settings_raise():
     for settings, loader, words in (
         (free, batches, "not a torch DataLoader"),
         (free, DataLoader(batches, batch_size=None), "its dataset makes the batches"),
-        (free, DataLoader(Numbered(60), batch_sampler=Frozen()), "ignores batch_size"),
+        (free, DataLoader(Numbered(60), batch_sampler=Frozen(range(12))), "ignores batch_size"),
         (free, CombinedLoader({"a": loader_of(), "b": loader_of()}), "one training loader"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -1,6 +1,5 @@
 """The rules for batch sizes against exhaustive search."""
 
-import itertools
 import random
 
 import pytest
@@ -108,16 +107,6 @@ def test_race_times_neighbours_and_then_the_best_few():
     assert order[:5] == [64, 32, 16, 23, 45]
     assert [sorted(order[start : start + 3]) for start in (5, 8, 11)] == 3 * [[32, 45, 64]]
     assert sorted(order[14:]) == [32, 45]
-
-
-def test_race_compares_means_over_all_rounds():
-    uneven = itertools.cycle([112.0, 80.0])
-
-    def run(size: int) -> Trial:
-        speed = next(uneven) if size == 64 else {45: 100.0, 32: 95.0}.get(size, 50.0)
-        return Trial(size, True, 0.5, 0.1, speed)
-
-    assert find_fastest(run, 64)[0] == 45
 
 
 def test_smallest_of_equally_fast_sizes_wins():

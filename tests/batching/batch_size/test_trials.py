@@ -27,7 +27,7 @@ from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
-pytestmark = pytest.mark.usefixtures("brief_timed_trials")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 
 WIDTH = 64
 

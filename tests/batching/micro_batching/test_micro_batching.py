@@ -230,12 +230,9 @@ def test_one_sample_that_does_not_fit_raises_memory_error():
     assert [event["size"] for event in micro.events] == [8, 4, 2, 1]
 
 
-def test_other_errors_are_raised_unchanged():
+def test_other_errors_and_fixed_sizes_are_not_retried():
     with pytest.raises(ArithmeticError, match="planted"):
         quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet(fail_at=2))
-
-
-def test_fixed_size_does_not_retry():
     with pytest.raises(RuntimeError, match="planted"):
         train(lo.MicroBatching(8), net=Net(fits=4))
 

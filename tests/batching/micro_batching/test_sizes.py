@@ -16,6 +16,7 @@ import lightning_opt as lo
 from lightning_opt.batching import peaks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak
 from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, malloc_trim, resident_memory
+from tests.batching.nets import full_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -66,13 +67,6 @@ class Wide(LightningModule):
         return DataLoader(batches, batch_size=None)
 
 
-def weights_of(model: LightningModule) -> dict[str, Tensor]:
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
-
-
 class Group:
     """A limit against which only this process counts."""
 
@@ -98,7 +92,7 @@ def train(counts: list[tuple[int, int]], micro: Callback | None) -> dict[str, An
     before, meter = resident_memory(), PeakMeter(torch.device("cpu"))
     trainer.fit(model)
     ran = [[size for idx, size in model.ran if idx == batch] for batch in range(len(counts))]
-    return {"weights": weights_of(model), "ran": ran, "more": (meter.read() - before) / MB}
+    return {"weights": full_weights(model), "ran": ran, "more": (meter.read() - before) / MB}
 
 
 def train_planned() -> dict[str, Any]:
