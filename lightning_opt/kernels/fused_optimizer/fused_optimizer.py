@@ -90,11 +90,10 @@ class FusedOptimizer(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Convert the gradients' layout; if the kernel cannot use them, restore the optimizer."""
-        fused = (self._fused or {}).get(optimizer)
-        obstacle = None if fused is None else fused.prepare_update()
-        if fused is not None and obstacle is not None:
-            fused.undo()
-            self._fused.pop(optimizer)
+        switched = self._fused or {}
+        obstacle = switched[optimizer].prepare_update() if optimizer in switched else None
+        if obstacle is not None:
+            switched.pop(optimizer).undo()
             row = self._rows[trainer.optimizers.index(optimizer)]
             row.update(implementation=_implementation(optimizer), reason=obstacle)
             rank_zero_warn(
