@@ -135,11 +135,9 @@ class DeadLayer(SmallNet):
 
 
 def test_dead_layer_is_found():
-    diagnosis = lo.doctor(fit(DeadLayer(), watchers(), max_epochs=5))
-    assert diagnosis["gradients"].state == "look"
-    assert "dead" in diagnosis["gradients"].finding
-    assert "layer." in diagnosis["gradients"].finding
-    assert diagnosis["gradients"].advice
+    verdict = lo.doctor(fit(DeadLayer(), watchers(), max_epochs=5))["gradients"]
+    assert (verdict.state, bool(verdict.advice)) == ("look", True)
+    assert re.search(r"dead.* layer\.|layer\..* dead", verdict.finding)
 
 
 class NotANumber(SmallNet):

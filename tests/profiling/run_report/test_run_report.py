@@ -30,8 +30,6 @@ from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
-SECTIONS = ["findings", "pictures", "reports", "setup"]
-
 
 class Reader(HTMLParser):
     """Reads the texts of a page by section and tag.
@@ -163,7 +161,7 @@ def test_page_of_a_run_with_everything(tmp_path, pictures):
     fit(tmp_path, *callbacks, profiler=profiler, logger=loggers, **given)
     text = (tmp_path / "board" / "version_0" / "report.html").read_text()
     page = Reader(text)
-    assert re.findall(r'<section id="(\w+)"', text) == SECTIONS
+    assert re.findall(r'<section id="(\w+)"', text) == ["findings", "pictures", "reports", "setup"]
     assert titles_of(page) == titles_of(read(tmp_path / "csv" / "version_0")) == list(PICTURES)[:4]
     assert len(text) < 1e6
     assert not page.tags & {"script", "link", "img", "iframe", "object"}
