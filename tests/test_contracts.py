@@ -65,7 +65,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "MicroBatching": [{"size": 3}],
     "PerformanceMonitor": [
         # A history of measured times would differ between two runs.
-        {"every_n_steps": 3, "sample_seconds": 0.01, "tokens": 7, "slowdown": None},
+        {"every_n_steps": 3, "sample_seconds": 0.01, "tokens": 7, "slowdown": 0.9},
     ],
     "Runtime": [{"matmul_precision": "highest", "threads": 1}],
 }
