@@ -39,13 +39,7 @@ TOLERANCE = 1e-3
 ROUNDING = 1e-6
 """Absolute differences between logged values up to this count as rounding."""
 
-ONLY_FLOAT_IS_DROPOUT = (
-    "scaled_dot_product_attention",
-    "lstm",
-    "gru",
-    "rnn_tanh",
-    "rnn_relu",
-)
+ONLY_FLOAT_IS_DROPOUT = ("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions with exactly one positional float argument, the dropout rate."""
 
 PARTS = 3
@@ -86,7 +80,7 @@ class _FixedDraws(TorchDispatchMode):
         """Begin a step on ``samples`` samples, from index ``start`` of the whole batch on."""
         self._records = self._samples == 0
         self._samples = self._samples or samples  # set by the first step
-        self._start, self._part, self._drawn = start, samples, 0
+        self._start, self._part_samples, self._draw_index = start, samples, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -102,18 +96,19 @@ class _FixedDraws(TorchDispatchMode):
             limits = [args[0].shape[-1]]
         if self._records:
             self._recorded.append((result.detach().clone(), limits))
-        elif self._drawn < len(self._recorded) and self._recorded[self._drawn][1] == limits:
-            rows = self._rows(self._recorded[self._drawn][0], result.shape)
-            if rows.shape == result.shape:
+        elif self._draw_index < len(self._recorded):
+            recorded, recorded_limits = self._recorded[self._draw_index]
+            rows = self._rows(recorded, result.shape)
+            if recorded_limits == limits and rows.shape == result.shape:
                 result.copy_(rows)
-        self._drawn += 1
+        self._draw_index += 1
         return result
 
     def _rows(self, recorded: Tensor, shape: torch.Size) -> Tensor:
         """Return the rows of this part, along each dimension that grows with the samples."""
         for dimension, (whole, part) in enumerate(zip(recorded.shape, shape, strict=False)):
-            per_sample = part // self._part
-            expected = self._samples * per_sample, self._part * per_sample
+            per_sample = part // self._part_samples
+            expected = self._samples * per_sample, self._part_samples * per_sample
             if whole != part and (whole, part) == expected:
                 recorded = recorded.narrow(dimension, self._start * per_sample, part)
         return recorded
@@ -167,64 +162,66 @@ class Comparison:
 
     def compare(self, samples: int, number: int) -> None:
         """Compare one part of at most ``samples`` samples. ``number`` selects the part."""
-        self._written, self._draws = WrittenParameters(self._module), _FixedDraws()
+        self._written, self._fixed_draws = WrittenParameters(self._module), _FixedDraws()
         self.problem, self.ran_out = "", False
         try:
             pieces = self._splitter.split(self._batch, -(-self.count_samples() // samples))
-            self._run(*pieces[number % len(pieces)])
+            self._compare_piece(*pieces[number % len(pieces)])
         except UnsplittableBatchError as error:
             self.problem, self.fails_on_parts = str(error), True
         except Exception as error:  # noqa: BLE001 - an error of the batch is raised by its own run
             self.problem, self.ran_out = f"{type(error).__name__}: {error}", is_out_of_memory(error)
 
-    def _run(self, piece: Any, samples: int) -> None:
+    def _compare_piece(self, piece: Any, samples: int) -> None:
         with self._trial():
             try:
-                whole, logged = self._step(piece, 0, samples)
+                gradient, logged = self._step(piece, 0, samples)
             except Exception as error:
                 if piece is self._batch or is_out_of_memory(error):
                     raise
                 self._step(self._batch, 0, samples)  # raises if the whole batch fails too
                 raise _failure(samples, error) from error
-            once = snapshot(self._module, Metric)
-            noise = float((self._step(piece, 0, samples)[0] - whole).norm())
-            twice = snapshot(self._module, Metric)
-        size = float(whole.norm())
-        if size == 0.0:  # no loss, or samples without labels
+            after_one_step = snapshot(self._module, Metric)
+            noise = float((self._step(piece, 0, samples)[0] - gradient).norm())
+            after_two_steps = snapshot(self._module, Metric)
+        norm = float(gradient.norm())
+        if norm == 0.0:  # no loss, or samples without labels
             return
         parts = self._splitter.split(piece, min(PARTS, samples))
         shares = self._splitter.shares(parts)
         logged_in_parts = []
         with self._trial():
-            for (gradient, own), share in zip(self._steps(parts), shares, strict=True):
-                whole -= gradient * share
-                logged_in_parts.append(own)
-            self.state = advanced(once, twice, snapshot(self._module, Metric))
+            steps = self._step_parts(parts)
+            for (part_gradient, part_logged), share in zip(steps, shares, strict=True):
+                gradient -= part_gradient * share
+                logged_in_parts.append(part_logged)
+            after_parts = snapshot(self._module, Metric)
+        self.state = advanced(after_one_step, after_two_steps, after_parts)
         written = () if has_compiled_parts(self._module) else set(self._written.parameters or ())
-        self.parameters = [n for n, own in all_parameters(self._module).items() if own in written]
-        difference = float(whole.norm())
+        self.parameters = [n for n, p in all_parameters(self._module).items() if p in written]
+        difference = float(gradient.norm())
         if not math.isfinite(difference):
             self.problem = (
                 "the gradient is not finite. If a part of a batch has no labelled tokens, divide "
                 "by their number.clamp(min=1)."
             )
-        elif difference > TOLERANCE * size and noise > difference / 10:
+        elif difference > TOLERANCE * norm and noise > difference / 10:
             self.problem = (
                 "the same samples give another gradient when training_step runs again, because of "
                 "state or of random numbers that are not torch's."
             )
         else:
-            self.error = difference / size
+            self.error = difference / norm
             for name, value in logged.items():
-                values = [own.get(name, math.nan) for own in logged_in_parts]
-                weighted = (own * share for own, share in zip(values, shares, strict=True))
+                values = [part_logged.get(name, math.nan) for part_logged in logged_in_parts]
+                weighted = (value * share for value, share in zip(values, shares, strict=True))
                 mean = float(sum(weighted) / sum(shares))
                 if value and math.isclose(value, sum(values), rel_tol=TOLERANCE):
                     self.sums.add(name)
                 elif abs(value - mean) > TOLERANCE * abs(value) + ROUNDING:
                     self.logged.append(name)
 
-    def _steps(self, parts: Pieces) -> Iterator[tuple[Tensor, dict[str, float]]]:
+    def _step_parts(self, parts: Pieces) -> Iterator[tuple[Tensor, dict[str, float]]]:
         start = 0
         for part, samples in parts:
             try:
@@ -246,8 +243,8 @@ class Comparison:
             if is_mean and value is not None and torch.as_tensor(value).ndim == 0:
                 logged[name] = float(torch.as_tensor(value).detach())
 
-        self._draws.begin(start, samples)
-        with replaced(self._module, log=log), _WithoutDropout(), self._draws, torch.enable_grad():
+        self._fixed_draws.begin(start, samples)
+        with replaced(self._module, log=log), self._fixed_draws:
             loss = loss_of(self._trainer, self._module, copy.deepcopy(piece), self._batch_idx)
             if loss is None:
                 return torch.zeros(1, device=self._module.device), {}
@@ -260,6 +257,8 @@ class Comparison:
     def _trial(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(without_side_effects(self._trainer, self._module, self._written))
+            stack.enter_context(_WithoutDropout())
+            stack.enter_context(torch.enable_grad())
             if has_compiled_parts(self._module):
                 stack.enter_context(run_eagerly())
             for layer in self._module.modules():
