@@ -52,7 +52,6 @@ def probe(
         collate_fn=tuple,  # unchanged
         num_workers=1,
         timeout=timeout,
-        worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(),
     )

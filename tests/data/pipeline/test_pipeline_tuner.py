@@ -235,6 +235,7 @@ def test_methods_replaced_by_others_are_restored(monkeypatch):
     assert seen
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error")
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
