@@ -63,8 +63,8 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
     return 1.0 if state.get("stage") is OptState.UNSCALED else scale
 
 
-def _hands_over(callback: pl.Callback) -> bool:
-    """Return whether the callback's hook is part of this package.
+def _is_unmodified(callback: pl.Callback) -> bool:
+    """Return whether the callback's hook is this package's own.
 
     A user's override may change the gradients after they were measured.
     """
@@ -89,17 +89,17 @@ class GradientCallback(RunCallback):
             ``on_fit_start`` for LBFGS, which evaluates the loss several times per step.
     """
 
-    not_pickled = ("_ahead",)
+    not_pickled = ("_earlier",)
 
     def __init__(self) -> None:
         self.names: dict[Tensor, str] = {}
         self.barriers: dict[int, Scalar] = {}
         self._flat: dict[Tensor, Groups] = {}
-        self._ahead: list[GradientCallback] = []
-        self._previous: GradientCallback | None = None
-        self._is_followed = False
-        # The next callback removes its entry, so that gradients can be freed after the step.
-        self._measured: dict[int, GradientStep] = {}
+        self._earlier: list[GradientCallback] = []
+        self._measured_by: GradientCallback | None = None
+        self._next_reuses = False
+        # By optimizer. The next callback removes its entry, so that gradients can be freed.
+        self._measurements: dict[int, GradientStep] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise under DeepSpeed, which does not expose the gradients."""
@@ -123,12 +123,12 @@ class GradientCallback(RunCallback):
                 self.names.setdefault(held, f"optimizer_{index}.{place}")
         # FSDP1's outermost unit, `trainer.model`, holds all parameters outside inner units.
         self._flat = flat_parameter_groups(trainer.model or pl_module)
-        before = self.in_front(trainer)
-        self._ahead = [other for other in before if isinstance(other, GradientCallback)]
-        if before and _hands_over(before[-1]):
-            self._previous = before[-1]  # type: ignore[assignment]
+        before = self.callbacks_before(trainer)
+        self._earlier = [other for other in before if isinstance(other, GradientCallback)]
+        if before and _is_unmodified(before[-1]):
+            self._measured_by = before[-1]  # type: ignore[assignment]
 
-    def in_front(self, trainer: pl.Trainer) -> list[pl.Callback]:
+    def callbacks_before(self, trainer: pl.Trainer) -> list[pl.Callback]:
         """Return the Trainer's callbacks before this one."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return callbacks[: callbacks.index(self)] if self in callbacks else []
@@ -136,13 +136,13 @@ class GradientCallback(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Drop references to the model."""
         self.names, self._flat = {}, {}
-        self._ahead, self._previous, self._is_followed = [], None, False
-        self.barriers, self._measured = {}, {}
+        self._earlier, self._measured_by, self._next_reuses = [], None, False
+        self.barriers, self._measurements = {}, {}
 
     def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, Gradients, Scalar]:
         """Return the optimizer's index, its gradients, and the loss scale they contain."""
         index = trainer.optimizers.index(optimizer)
-        if any(other._skips(index) for other in self._ahead):
+        if any(other._skips_on_host(index) for other in self._earlier):
             return index, Gradients([], []), 1.0
         gradients = collect_gradients(parameters_of(optimizer), self._flat)
         return index, gradients, grad_scale(trainer, optimizer)
@@ -154,27 +154,27 @@ class GradientCallback(RunCallback):
         callback may have changed the gradients, so they are measured again.
         """
         index = trainer.optimizers.index(optimizer)
-        step = self._previous._hand_over(index) if self._previous else None
+        step = self._measured_by._pop_measurement(index) if self._measured_by else None
         if step is None:
             index, gradients, scale = self.collect(trainer, optimizer)
             norms = measure_norms(gradients, grad_scale=scale)
             step = GradientStep(gradients, norms, scale, self.names)
-        if self._is_followed:
-            self._measured[index] = step
-        for other in self._ahead:
+        if self._next_reuses:
+            self._measurements[index] = step
+        for other in self._earlier:
             barrier = other.barriers.get(index)
             if isinstance(barrier, Tensor):
                 norms = GradientNorms(step.norms.per_tensor, step.norms.total + barrier)
                 step = GradientStep(step.gradients, norms, step.grad_scale, step.names)
         return index, step
 
-    def _skips(self, index: int) -> bool:
+    def _skips_on_host(self, index: int) -> bool:
         """Return whether the host skips the update of this optimizer."""
         barrier = self.barriers.get(index)
         return not isinstance(barrier, Tensor) and barrier == math.inf
 
-    def _hand_over(self, index: int) -> GradientStep | None:
+    def _pop_measurement(self, index: int) -> GradientStep | None:
         """Remove and return an optimizer's measurement; None if its update is skipped."""
-        self._is_followed = True
-        step = self._measured.pop(index, None)
-        return None if self._skips(index) else step
+        self._next_reuses = True
+        step = self._measurements.pop(index, None)
+        return None if self._skips_on_host(index) else step

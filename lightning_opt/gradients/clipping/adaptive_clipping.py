@@ -115,7 +115,7 @@ class AdaptiveClipping(GradientCallback):
         if tally is None:
             tally = self._tallies[index] = ClipTally(self.rule)
         tally.apply(self.rule, step)
-        self._measured.clear()  # the gradients may have changed
+        self._measurements.clear()  # the gradients may have changed
         if self._schedule.is_due(tally.steps):
             prefix = "clip/" if len(trainer.optimizers) == 1 else f"clip/{index}/"
             values = tally.read()

@@ -160,7 +160,7 @@ class NonFiniteGuard(GradientCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise if a callback before this one clips gradients."""
         super().setup(trainer, pl_module, stage)
-        for other in self.in_front(trainer) if stage == "fit" else []:
+        for other in self.callbacks_before(trainer) if stage == "fit" else []:
             if isinstance(other, RunCallback) and other.rescales_gradients:
                 raise ValueError(
                     f"NonFiniteGuard must come before {type(other).__name__} in "
