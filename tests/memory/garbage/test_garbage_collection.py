@@ -79,19 +79,16 @@ def train(callback: lo.GarbageCollection, batches: int = 12, **settings: Any) ->
     return spy
 
 
-def test_collections_happen_only_on_schedule():
+def test_collections_happen_only_on_schedule_and_objects_are_frozen(nothing_frozen):
     logger = MemoryLogger()
     spy = train(lo.GarbageCollection(every_n_steps=4), logger=logger)
     assert not any(spy.enabled)
     assert spy.collections == [(4, 2), (8, 2), (12, 2)]
     assert spy.alive == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
     assert min(logger.series("gc/collected")) >= 4  # nodes
-
-
-def test_objects_are_frozen_at_the_start_and_after_the_first_collection(nothing_frozen):
-    spy = train(lo.GarbageCollection(every_n_steps=4))
+    # Objects are frozen at the start and after the first collection. The spy counts before it.
     assert all(count > 10_000 for count in spy.frozen)
-    before, after = spy.frozen[:4], spy.frozen[5:]  # the spy counts before the collection
+    before, after = spy.frozen[:4], spy.frozen[5:]
     # The count falls when a frozen object is freed.
     assert max(before) - min(before) < 100
     assert max(after) - min(after) < 100
