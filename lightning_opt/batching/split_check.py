@@ -60,7 +60,7 @@ class SplitCheck:
         self.sums: set[str] = set()
         self.parameters_change = False
 
-    def look(
+    def check_batch(
         self,
         trainer: pl.Trainer,
         module: pl.LightningModule,

@@ -121,7 +121,7 @@ def tokens(batch: Any) -> Tensor:
 @pytest.mark.parametrize("size", ["auto", 2])
 def test_micro_batches_read_nothing(size, window, count, monkeypatch):
     """Losses, token counts, logged values and outputs stay on the device, except in the check."""
-    monkeypatch.setattr(SplitCheck, "look", lambda *args: None)
+    monkeypatch.setattr(SplitCheck, "check_batch", lambda *args: None)
     settings = {} if count is None else {"loss": "mean_over_tokens", "count": count}
     callback = lo.MicroBatching(size, **settings)
     net = FakeNet()

@@ -93,7 +93,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    not_pickled = ("_trainer", "_stack", "_check", "_lightning_make_step", "_lightning_make_zero")
+    not_pickled = ("_trainer", "_stack", "_split_check", "_make_step", "_make_zero_grad")
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class Accumulation(RunCallback):
         self._splitter = Splitter(None, loss, self._count)
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
-        self._lightning_make_step: Any = None  # set while training
-        self._lightning_make_zero: Any = None
-        self._check: SplitCheck | None = None
+        self._make_step: Any = None  # set while training
+        self._make_zero_grad: Any = None
+        self._split_check: SplitCheck | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -200,9 +200,9 @@ class Accumulation(RunCallback):
             trainer.accumulate_grad_batches = self._length  # of the resumed window
         self._splitter.several_loaders = has_several_loaders(trainer)
         if self._count is not None or self.normalize != "batches":
-            self._check = SplitCheck(self._splitter, runs_parts=False)
-        self._lightning_make_step = optimization._make_step_fn
-        self._lightning_make_zero = optimization._make_zero_grad_fn
+            self._split_check = SplitCheck(self._splitter, runs_parts=False)
+        self._make_step = optimization._make_step_fn
+        self._make_zero_grad = optimization._make_zero_grad_fn
         assert self._stack is not None
         self._stack.enter_context(replaced(loop, _accumulated_batches_reached=self._is_complete))
         self._stack.enter_context(
@@ -219,8 +219,8 @@ class Accumulation(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a window if the last one has ended, and count the batch."""
-        if self._check is not None:
-            self._check.look(trainer, pl_module, batch, batch_idx)
+        if self._split_check is not None:
+            self._split_check.check_batch(trainer, pl_module, batch, batch_idx)
         if not self._is_open or batch_idx - self._start >= self._length:
             self._begin_window(trainer, batch_idx)
         self._earlier_weight, self._evaluated = self._window_weight, False
@@ -254,10 +254,10 @@ class Accumulation(RunCallback):
         if batch_idx != self._start:
             return None
         with replaced(self._trainer, accumulate_grad_batches=1):
-            return self._lightning_make_zero(batch_idx, optimizer)
+            return self._make_zero_grad(batch_idx, optimizer)
 
     def _step_function(self, kwargs: OrderedDict[str, Any]) -> Callable[[], Any]:
-        step, weight = self._lightning_make_step(kwargs), self._batch_weight / self._unit
+        step, weight = self._make_step(kwargs), self._batch_weight / self._unit
         if not isinstance(weight, Tensor) and weight == 1.0:
             return step  # type: ignore[no-any-return]
 
@@ -271,7 +271,7 @@ class Accumulation(RunCallback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the batch's weight. At the window's end, average the gradients."""
-        if self._lightning_make_step is None:
+        if self._make_step is None:
             return
         if self._evaluated and trainer.fit_loop.batch_idx > self._start:
             raise RuntimeError(
@@ -279,8 +279,8 @@ class Accumulation(RunCallback):
                 f"supports only with one batch per step; this window has {self._length}. Leave "
                 "accumulation out, or use another optimizer."
             )
-        if self._check is not None:
-            self._check.report()
+        if self._split_check is not None:
+            self._split_check.report()
         # A second evaluation must not add the weight again.
         self._window_weight = self._earlier_weight + self._batch_weight
         self._unaveraged += 1
@@ -292,7 +292,7 @@ class Accumulation(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Average here if ``training_step`` returned None for the last batch."""
-        if self._lightning_make_step is not None and self._unaveraged:
+        if self._make_step is not None and self._unaveraged:
             self._average(trainer)
 
     def _sum_over_ranks(self, trainer: pl.Trainer, count: Scalar) -> tuple[Scalar, int]:
@@ -330,8 +330,8 @@ class Accumulation(RunCallback):
         """Restore Lightning's window and drop the references to the run."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._lightning_make_step = self._lightning_make_zero = None
-        self._check = None
+        self._stack = self._make_step = self._make_zero_grad = None
+        self._split_check = None
         self._trainer, self._parameters, self._flat = None, [], {}
         self._batch_weight = 1.0
         self._restored_gradients = {}

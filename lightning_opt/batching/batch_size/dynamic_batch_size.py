@@ -168,8 +168,9 @@ class DynamicBatchSize(RunCallback):
                 f"DynamicBatchSize keeps {self._effective} samples per step, which {ranks} ranks "
                 "cannot share: keep_effective must be a multiple of the number of ranks."
             )
-        share = self._effective // ranks
-        return next((size for size in range(min(share, most), 0, -1) if share % size == 0), 0)
+        samples = self._effective // ranks
+        sizes = (size for size in range(min(samples, most), 0, -1) if samples % size == 0)
+        return next(sizes, 0)
 
     def _set_size(self, loader: Any) -> None:
         """Set the size of a training loader. Called each time a loader is created."""
@@ -180,8 +181,8 @@ class DynamicBatchSize(RunCallback):
         self.size = self._allowed(self.size)  # the checkpoint's number of ranks may differ
         set_batch_size(loader, self.size)
         if self._effective is not None:
-            share = self._effective // data_ranks(trainer)
-            trainer.accumulate_grad_batches = share // self.size
+            rank_samples = self._effective // data_ranks(trainer)
+            trainer.accumulate_grad_batches = rank_samples // self.size
         for name in ("limit_train_batches", "val_check_interval"):
             batches = self._settings[name]
             if isinstance(batches, int):  # keep the number of samples that it spans

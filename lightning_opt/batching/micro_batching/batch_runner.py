@@ -69,12 +69,12 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         super().__init__()
         self._trainer, self._module = trainer, module
         self._splitter = splitter
-        self._check = SplitCheck(splitter, runs_parts=True)
+        self._split_check = SplitCheck(splitter, runs_parts=True)
         self._sizes, self._ranks = sizes, ranks
         self._device = trainer.strategy.root_device
         self._parameters: list[nn.Parameter] = list(module.parameters())
         self._state = StepState(module, self._device) if isinstance(sizes, LearnedSizes) else None
-        self._logs = LogRecorder(module, self._check.sums)
+        self._logs = LogRecorder(module, self._split_check.sums)
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         stack.enter_context(replaced(self._optimization, _make_closure=self.prepare))
 
@@ -106,11 +106,11 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         size = self._sizes if isinstance(self._sizes, int) else None
         if parts > 1 or size is None:
             index = self._kwargs.get("batch_idx", 0)
-            self._check.look(self._trainer, self._module, batch, index, size)
+            self._split_check.check_batch(self._trainer, self._module, batch, index, size)
         largest_part = self._describe_largest_part(parts)
         self._ranks.begin_batch(largest_part)
         if self._state is not None:
-            self._state.parameters_change = self._check.parameters_change
+            self._state.parameters_change = self._split_check.parameters_change
             self._state.take()
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
         result: ClosureResult | None = None
@@ -143,7 +143,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._ranks.record_success(largest_part)
         if not isinstance(self._sizes, int):
             self._sizes.record_success(self._trainer.global_step)
-        self._check.report()
+        self._split_check.report()
         return result
 
     def _can_retry(self, error: BaseException) -> bool:

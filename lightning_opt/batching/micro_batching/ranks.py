@@ -140,7 +140,7 @@ class DDPRanks(HostRanks):
         self._model = model
         self._passed: deque[tuple[str, int, int]] = deque(maxlen=MAX_PASSED)
         self._cautious_batches = 0
-        self._is_risky = False
+        self._may_run_out = False
 
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
         (most_parts,) = self.largest(parts)
@@ -154,7 +154,7 @@ class DDPRanks(HostRanks):
 
     def begin_batch(self, description: tuple[str, int, int] | None) -> None:
         self._cautious_batches -= 1
-        self._is_risky = self._cautious_batches > 0 or not self._is_known_to_fit(description)
+        self._may_run_out = self._cautious_batches > 0 or not self._is_known_to_fit(description)
         self.committed = False
         self._forward_param_sync = self._model.require_forward_param_sync
 
@@ -192,13 +192,13 @@ class DDPRanks(HostRanks):
 
     def _exchange_failures(self, failed: bool = False) -> bool:
         """Return whether the micro-batches of any rank are not known to fit."""
-        any_failed, any_is_risky = self.largest(failed, self._is_risky)
+        any_failed, any_may_run_out = self.largest(failed, self._may_run_out)
         if any_failed:
             self._passed.clear()
             self._cautious_batches = CAUTIOUS_BATCHES
         if any_failed and not failed:
             raise OtherRankFailedError
-        return bool(any_is_risky)
+        return bool(any_may_run_out)
 
     def record_success(self, description: tuple[str, int, int] | None) -> None:
         if description is not None and not self._is_known_to_fit(description):

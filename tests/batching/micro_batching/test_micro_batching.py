@@ -178,7 +178,7 @@ def test_check_has_no_side_effects(monkeypatch, random):
 
     checked = train(lo.MicroBatching(4), net=Drops(dropout=0.5))
     checks: list[Any] = []
-    monkeypatch.setattr(SplitCheck, "look", lambda *args: checks.append(args))
+    monkeypatch.setattr(SplitCheck, "check_batch", lambda *args: checks.append(args))
     assert_same_run(checked, train(lo.MicroBatching(4), net=Drops(dropout=0.5)), rounding=0.0)
     assert checks
 
