@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 import lightning_opt as lo
@@ -19,7 +19,8 @@ from tests.helpers.trainers import quiet_trainer
 
 pytestmark = pytest.mark.distributed
 
-Result = tuple[dict[str, Tensor], list[dict[str, Any]], str]
+Result = tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Any]], str]
+"""The weights with a guard, those of a run without the faulty batches, events and counts."""
 
 
 class ShardedNet(FaultyNet):
@@ -48,37 +49,45 @@ def whole_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 def train(
     strategy: str,
     faults: dict[int, str],
-    rank: int | None,
-    guard_settings: dict[str, Any] | None,
+    guard: lo.NonFiniteGuard | None,
     leave_out: Any = (),
     device_path: bool = False,
-    **settings: Any,
-) -> Result:
-    optimizer = {"lr": 0.01, "fused": True} if device_path else {"lr": 0.01}
+    window: int = 1,
+) -> dict[str, Tensor]:
+    """Train with faults on rank 1, and return the weights."""
+    settings = {"lr": 0.01, "fused": True} if device_path else {"lr": 0.01}
     kinds: dict[str, Any] = {
         "ddp": lambda: DDPStrategy(),
         "ddp_view": lambda: DDPStrategy(gradient_as_bucket_view=True),
-        "fsdp1": lambda: FSDPStrategy(use_orig_params=True),
         "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     }
     net = FaultyNet if strategy.startswith("ddp") else ShardedNet
-    model = net(faults, torch.optim.AdamW, optimizer, rank=rank, batches=24, leave_out=leave_out)
-    guard = None if guard_settings is None else lo.NonFiniteGuard(**guard_settings)
+    model = net(faults, torch.optim.AdamW, settings, rank=1, batches=24, leave_out=leave_out)
     trainer = quiet_trainer(
         devices=2,
         strategy=kinds[strategy](),
         callbacks=[] if guard is None else [guard],
-        **settings,
+        accumulate_grad_batches=window,
     )
-    if device_path:
-        with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        if device_path:
             take_device_path(patch)
-            trainer.fit(model)
-    else:
         trainer.fit(model)
-    if guard is None:
-        return whole_weights(model), [], ""
-    return whole_weights(model), guard.events, guard.report().notes[-1]
+    return whole_weights(model)
+
+
+def guarded_and_clean(
+    strategy: str,
+    faults: dict[int, str],
+    leave_out: Any,
+    settings: dict[str, Any],
+    device_path: bool = False,
+    window: int = 1,
+) -> Result:
+    guard = lo.NonFiniteGuard(**settings)
+    guarded = train(strategy, faults, guard, (), device_path, window)
+    clean = train(strategy, {}, None, leave_out, device_path, window)
+    return guarded, clean, guard.events, guard.report().notes[-1]
 
 
 RANKS = [
@@ -118,13 +127,12 @@ FAULTS = {0: "nan", 5: "log", 6: "inf", 12: "root", 15: "constant"}
 @pytest.mark.parametrize("device_path", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_view", "fsdp2"])
 def test_all_ranks_skip_the_fault_of_one_rank(strategy: str, device_path: bool) -> None:
-    results = launch(train, strategy, FAULTS, 1, {}, (), device_path)
-    clean = launch(train, strategy, {}, None, None, tuple(FAULTS), device_path)
-    for weights, events, _ in results:
-        assert_same_weights(weights, clean[0][0])
+    results = launch(guarded_and_clean, strategy, FAULTS, tuple(FAULTS), {}, device_path)
+    for weights, clean, events, _ in results:
+        assert_same_weights(weights, clean)
         assert [event["batch_idx"] for event in events] == sorted(FAULTS)
         assert [event["ranks"] for event in events] == [[1], [1], [1], [], [1]]
-    assert repr(results[0][1]) == repr(results[1][1])
+    assert repr(results[0][2]) == repr(results[1][2])
 
 
 @pytest.mark.parametrize("device_path", [False, True])
@@ -132,27 +140,27 @@ def test_all_ranks_skip_the_fault_of_one_rank(strategy: str, device_path: bool) 
 def test_all_ranks_roll_back(strategy: str, device_path: bool) -> None:
     settings = {"policy": "rollback", "snapshot_every_n_steps": 5, "lr_backoff": 1.0}
     faults = dict.fromkeys(range(10, 16), "nan")
-    results = launch(train, strategy, faults, 0, settings, (), device_path)
-    last = 17 if device_path else 15
-    clean = launch(train, strategy, {}, None, None, tuple(range(10, last + 1)), device_path)
-    for weights, _, counts in results:
-        assert_same_weights(weights, clean[0][0])
+    lost = tuple(range(10, 18 if device_path else 16))
+    for weights, clean, _, counts in launch(
+        guarded_and_clean, strategy, faults, lost, settings, device_path
+    ):
+        assert_same_weights(weights, clean)
         assert "rollbacks 1" in counts
 
 
 def test_all_ranks_roll_back_a_nan_weight_of_one_rank() -> None:
     settings = {"policy": "rollback", "snapshot_every_n_steps": 4, "lr_backoff": 1.0}
-    results = launch(train, "ddp", {10: "weight"}, 1, settings)
-    clean = launch(train, "ddp", {}, None, None, (8, 9, 10))
-    for weights, events, _ in results:
-        assert_same_weights(weights, clean[0][0])
+    for weights, clean, events, _ in launch(
+        guarded_and_clean, "ddp", {10: "weight"}, (8, 9, 10), settings
+    ):
+        assert_same_weights(weights, clean)
         assert events[-1]["kind"] == "nonfinite_weight"
         assert events[-1]["parameters"] == ["head.weight"]
 
 
 def stop(strategy: str) -> str:
     try:
-        train(strategy, dict.fromkeys(range(4, 24), "nan"), 1, {"max_consecutive": 3})
+        train(strategy, dict.fromkeys(range(4, 24), "nan"), lo.NonFiniteGuard(max_consecutive=3))
     except FloatingPointError as error:
         return str(error)
     return ""
@@ -165,26 +173,18 @@ def test_all_ranks_stop_with_the_same_error(strategy: str) -> None:
     assert "batch 6, rank 1" in first
 
 
-def spikes(device_path: bool) -> Result:
-    return train("ddp", {21: "spike"}, 1, {"spike": 5.0}, (), device_path)
-
-
 @pytest.mark.parametrize("device_path", [False, True])
 def test_all_ranks_skip_the_spike_of_one_rank(device_path: bool) -> None:
-    results = launch(spikes, device_path)
-    clean = launch(train, "ddp", {}, None, None, (21,), device_path)
-    for weights, events, _ in results:
+    for weights, clean, events, _ in launch(
+        guarded_and_clean, "ddp", {21: "spike"}, (21,), {"spike": 5.0}, device_path
+    ):
         assert [event["batch_idx"] for event in events] == [21]
-        assert_same_weights(weights, clean[0][0])
+        assert_same_weights(weights, clean)
 
 
 def test_every_micro_batch_of_every_rank_counts() -> None:
-    results = launch(accumulate, {10: "nan"}, 1, ())
-    clean = launch(accumulate, {}, None, (9, 10, 11))
-    for weights, events, _ in results:
-        assert_same_weights(weights, clean[0][0])
+    for weights, clean, events, _ in launch(
+        guarded_and_clean, "ddp", {10: "nan"}, (9, 10, 11), {}, False, 3
+    ):
+        assert_same_weights(weights, clean)
         assert [event["batch_idx"] for event in events] == [10]
-
-
-def accumulate(faults: dict[int, str], rank: int | None, leave_out: Any) -> Result:
-    return train("ddp", faults, rank, {}, leave_out, accumulate_grad_batches=3)
