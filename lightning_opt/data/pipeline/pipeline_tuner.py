@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -200,7 +201,7 @@ class DataPipelineTuner(RunCallback):
         try:
             probed = probe(loader, indices, self.budget_seconds)
         except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-            failure = f"a separate process could not fetch a batch: {last_line(error)}"
+            failure = f"a separate process could not fetch a batch: {end_of_trial(error)}"
             probed = math.inf, 1.0, None
         seconds, busy, batch = probed
         # One reduction for all values. The minimum of CPUs is the maximum of their negatives.
@@ -218,7 +219,7 @@ class DataPipelineTuner(RunCallback):
             try:
                 measured = time_loader(loader, indices, settings, step, MEASUREMENT_SECONDS, limit)
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-                failure, measured = f"{settings} failed: {last_line(error)}", (math.inf, 1.0)
+                failure, measured = f"{settings} failed: {end_of_trial(error)}", (math.inf, 1.0)
             seconds, wait = largest_over_ranks(measured, device)
             if math.isinf(seconds):  # a rank has failed, so all ranks stop
                 raise MeasuringError(failure)
@@ -328,8 +329,12 @@ class DataPipelineTuner(RunCallback):
         self._restore_loader()
 
 
-def last_line(error: Exception) -> str:
-    """Return the end of an error's message; that of a worker is a whole traceback."""
+def end_of_trial(error: Exception) -> str:
+    """Return the last line of a message (a worker's is a whole traceback), and end the workers.
+
+    The error and the frames of its traceback refer to each other, and these hold the workers.
+    """
+    traceback.clear_frames(error.__traceback__)
     return (str(error).strip().splitlines() or [repr(error)])[-1].rstrip(".")
 
 
