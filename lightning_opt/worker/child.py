@@ -235,11 +235,9 @@ class Worker:
             payload = pickle.loads((self._folder / PAYLOAD).read_bytes())
             sys.path[:] = payload["path"]
             torch.set_num_threads(payload["threads"])
-            # Start the thread pool early. If memory for its threads is missing later, the process
-            # dies.
-            torch.ones(1 << 20).add_(1)
+            torch.ones(1 << 20).add_(1)  # starts the thread pool, which needs memory, early
             self._meter = PeakMeter(torch.device("cpu"))
-            self._resident = self._meter.read()
+            self._baseline = self._meter.read()
             recipe, seed = pickle.loads(payload["recipe"]), payload["seed"]
             if self._connection is not None:
                 threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
@@ -262,13 +260,13 @@ class Worker:
         else:
             device = trainer.strategy.root_device
             if device.type == "cuda":
-                self._meter, self._resident = PeakMeter(device), 0
+                self._meter, self._baseline = PeakMeter(device), 0
             place = {"device": str(device), "devices": trainer.world_size}
             self._send("ready", place | {"pid": os.getpid()})
         return self._requests.get()
 
     def _send_steps(self, steps: list[Step]) -> None:
-        peak = 0 if self._meter is None else max(0, self._meter.read() - self._resident)
+        peak = max(0, self._meter.read() - self._baseline)
         self._send("steps", [tuple(step) for step in steps], peak)
 
     def _send(self, *message: Any) -> None:

@@ -87,10 +87,10 @@ def test_ranks_pause_in_a_gloo_broadcast(monkeypatch: pytest.MonkeyPatch) -> Non
     assert held._block_steps == 5
 
 
-def test_steps_exclude_pauses_start_on_the_first_cpu_and_rest_before_they_are_sent(
+def test_steps_exclude_pauses_and_start_on_the_first_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """OpenMP's threads stop spinning in the rest. The thread is not pinned to the CPU."""
+    """The thread is not pinned to the CPU. OpenMP's threads stop spinning while it rests."""
     done: list[Any] = []
     seconds: list[float] = []
     now = [0.0]

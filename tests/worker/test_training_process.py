@@ -356,7 +356,7 @@ def test_deleted_process_is_killed():
 def test_ctrl_c_ends_a_hanging_training():
     fit = TrainingProcess(Net, rows, lambda: mishap("hangs"))
     pid = fit.summary["pid"]
-    # A shell has what it starts in the background ignore the signal.
+    # A process that a shell starts in the background ignores the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), fit:  # noqa: PT012 - the timer starts inside

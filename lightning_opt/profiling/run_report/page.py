@@ -1,4 +1,4 @@
-"""Builds the page of a run from verdicts, reports, series and events of callbacks and others."""
+"""Builds the page of a run from the verdicts, tables, series and events of its callbacks."""
 
 from __future__ import annotations
 

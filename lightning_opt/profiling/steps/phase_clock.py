@@ -47,8 +47,8 @@ _ON_DEVICE = frozenset(
     (TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
      ZEROING, HOOKS, VALIDATION)
 )  # fmt: skip
-_RANKS = {VALIDATION: 1, CHECKPOINT: 2, PROFILER: 3}
-_OWN_HOOKS = {
+_PRIORITIES = {VALIDATION: 1, CHECKPOINT: 2, PROFILER: 3}
+_MODULE_HOOKS = {
     "optimizer_step": OPTIMIZER,
     "optimizer_zero_grad": ZEROING,
     "configure_gradient_clipping": CLIPPING,
@@ -142,7 +142,7 @@ class Phases:
 
 
 def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
-    phase = _OWN_HOOKS.get(hook, HOOKS)
+    phase = _MODULE_HOOKS.get(hook, HOOKS)
     if phase == VALIDATION and trainer.state.fn != "fit":
         return IGNORED
     if phase not in (HOOKS, CLIPPING, TRANSFER):
@@ -159,9 +159,9 @@ def _runs_on_device(phase: int) -> bool:
     return phase in _ON_DEVICE or phase >= len(NAMES)
 
 
-def _rank(phase: int) -> int:
-    """Return the rank of a phase. A phase absorbs the phases inside it of a lower rank."""
-    return _RANKS.get(phase, int(phase >= len(NAMES)))
+def _priority(phase: int) -> int:
+    """Return the priority of a phase. It absorbs the phases inside it of lower priority."""
+    return _PRIORITIES.get(phase, int(phase >= len(NAMES)))
 
 
 HOST = -1
@@ -269,7 +269,7 @@ class PhaseClock:
         self._add_elapsed()
         current = self.phase
         self._stack.append((current, key))
-        if phase != current and _rank(phase) >= _rank(current):
+        if phase != current and _priority(phase) >= _priority(current):
             self._seconds += [0.0] * (phase + 1 - len(self._seconds))
             self._switch(phase)
 

@@ -17,7 +17,7 @@ from tests.profiling.fitting import CPU, Net, Waits, mishap, rows
 QUICK = {"steps": 8, "rounds": 4, "starts": 2, "warmup": 1}
 
 
-class Signs(Callback):
+class WritesName(Callback):
     """Writes its name to a file at each step."""
 
     def __init__(self, name: str, file: Path) -> None:
@@ -98,7 +98,7 @@ def test_json_and_text(comparison):
 
 def test_turns_rotate_and_starts_are_new_processes(tmp_path):
     file = tmp_path / "order"
-    named = {name: {**CPU, "callbacks": [Signs(name, file)]} for name in "ab"}
+    named = {name: {**CPU, "callbacks": [WritesName(name, file)]} for name in "ab"}
     lo.compare(Net, rows, named, steps=6, rounds=3, starts=2, warmup=1)
     # Each turn: one step to settle, and two that count.
     first, second = "aaa bbb bbb aaa aaa bbb", "bbb aaa aaa bbb bbb aaa"

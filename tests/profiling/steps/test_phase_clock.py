@@ -40,7 +40,7 @@ from tests.profiling.clock import Clock
 
 
 @pytest.fixture
-def passing(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def timer(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(phase_clock, "perf_counter", clock)
     return clock
@@ -69,22 +69,22 @@ def test_quantiles_are_within_half_a_percent():
 # --- the host's clock ---------------------------------------------------------------------------
 
 
-def test_time_counts_for_the_innermost_phase(passing):
+def test_time_counts_for_the_innermost_phase(timer):
     clock = PhaseClock(Phases(), SETUP)
-    passing.spend(1.0)
+    timer.spend(1.0)
     clock.enter(LOOP, "epoch")
-    passing.spend(0.1)
+    timer.spend(0.1)
     clock.enter(OPTIMIZER, "update")
     clock.enter(LOSS, "step")
-    passing.spend(0.2)
+    timer.spend(0.2)
     clock.enter(FORWARD, "forward")
-    passing.spend(0.3)
+    timer.spend(0.3)
     clock.leave("forward")
     clock.leave("step")
     clock.enter(BACKWARD, "backward")
-    passing.spend(0.5)
+    timer.spend(0.5)
     clock.leave("backward")
-    passing.spend(0.7)
+    timer.spend(0.7)
     clock.leave("update")
     clock.end_step(trained=True)
     expected = {SETUP: 1.0, LOOP: 0.1, LOSS: 0.2, FORWARD: 0.3, BACKWARD: 0.5, OPTIMIZER: 0.7}
@@ -93,22 +93,22 @@ def test_time_counts_for_the_innermost_phase(passing):
     assert clock.elapsed == pytest.approx(2.8)
 
 
-def test_leaving_after_an_exception_closes_inner_phases(passing):
+def test_leaving_after_an_exception_closes_inner_phases(timer):
     clock = PhaseClock(Phases(), SETUP)
     clock.leave("from before")
     clock.enter(LOOP, "epoch")
     clock.enter(OPTIMIZER, "update")  # Lightning ends this one only if nothing was raised
     clock.enter(FORWARD, "forward")
-    passing.spend(1.0)
+    timer.spend(1.0)
     clock.leave("epoch")
     clock.leave("epoch")
     assert (clock.phase, clock.depth) == (SETUP, 0)
-    passing.spend(2.0)
+    timer.spend(2.0)
     clock.end_step(trained=False)
     assert totals(clock) == {FORWARD: 1.0, SETUP: 2.0}
 
 
-def test_inner_phases_count_for_absorbing_phases(passing):
+def test_inner_phases_count_for_absorbing_phases(timer):
     phases = Phases()
     callback, region = phases.number("callback X"), phases.number("region r")
     clock = PhaseClock(phases, SETUP)
@@ -116,7 +116,7 @@ def test_inner_phases_count_for_absorbing_phases(passing):
     def spend(*within: int) -> dict[int, float]:
         for place, phase in enumerate(within):
             clock.enter(phase, place)
-            passing.spend(1.0)
+            timer.spend(1.0)
         clock.leave(0)
         before = totals(clock)
         clock.end_step(trained=False)
@@ -130,18 +130,18 @@ def test_inner_phases_count_for_absorbing_phases(passing):
     assert spend(PROFILER, LOSS, FORWARD, CHECKPOINT, region) == {PROFILER: 5.0}
 
 
-def test_steps_with_profiler_time_do_not_count(passing):
+def test_steps_with_profiler_time_do_not_count(timer):
     clock = PhaseClock(Phases(), SETUP)
     for phase in (FORWARD, PROFILER):
         clock.enter(phase, "it")
-        passing.spend(1.0)
+        timer.spend(1.0)
         clock.leave("it")
         clock.end_step(trained=True)
     assert clock.work.steps.count == 1
     assert sum(totals(clock).values()) == clock.elapsed
 
 
-def test_memory_is_bounded(passing, monkeypatch):
+def test_memory_is_bounded(timer, monkeypatch):
     """Over thousands of steps, each with a new name of an action."""
     trainer = quiet_trainer()
     trainer.strategy.connect(SmallNet())
@@ -153,12 +153,12 @@ def test_memory_is_bounded(passing, monkeypatch):
     def take(steps: int) -> int:
         for _ in range(steps):
             run.start("[_TrainingEpochLoop].train_dataloader_next")
-            passing.spend(draw.lognormvariate(-5.0, 3.0))
+            timer.spend(draw.lognormvariate(-5.0, 3.0))
             run.stop("[_TrainingEpochLoop].train_dataloader_next")
             run.start("run_training_batch")
             name = f"part {draw.random()}"
             run.start(name)
-            passing.spend(draw.lognormvariate(-5.0, 3.0))
+            timer.spend(draw.lognormvariate(-5.0, 3.0))
             run.stop(name)
             run.stop("run_training_batch")
         size = 0
@@ -281,11 +281,11 @@ def test_device_times_are_read_without_waiting(device, behind):
         assert clock.durations[phase].mean == pytest.approx(mean, rel=0.001)
 
 
-def test_device_phases_follow_the_host_s_phases(device, passing):
+def test_device_phases_follow_the_host_s_phases(device, timer):
     clock = PhaseClock(Phases(), SETUP, DeviceClock(torch.device("cuda")))
     for _ in range(40):
         clock.enter(DATA, "data")
-        device.work(0.5)  # what of the last update is still to do
+        device.work(0.5)  # the rest of the last update
         clock.leave("data")
         clock.enter(LOSS, "step")
         device.work(1.0)

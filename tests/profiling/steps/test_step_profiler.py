@@ -71,7 +71,7 @@ def test_phases_account_for_the_wall_time(accumulate, monkeypatch):
     found = account_for(accumulate, num_sanity_val_steps=2, val_check_interval=6)
     assert found["batches"] == 12
     rows = found["rows"]
-    # The first batch is that in which FLOPs are counted; with accumulation it does not step.
+    # FLOPs are counted in the first batch, which is excluded. With accumulation it does not step.
     assert rows["backward"]["count"] == rows["forward"]["count"] == 11
     assert rows["optimizer step"]["count"] == (11 if accumulate == 1 else 4)
     assert rows["validation"]["count"] == 3  # the sanity check, and two
@@ -109,7 +109,7 @@ def account_in_ddp() -> Any:
 def test_ranks_and_their_communication():
     first, second = launch(account_in_ddp)
     for fits, ranks, seconds, _ in (first, second):
-        # Communication is waited for on the batches that step alone; the first one is counted.
+        # Only batches that step wait for communication. The first batch is excluded.
         for found, steps in zip(fits, (11, 4), strict=True):
             rows = found["rows"]
             assert rows["gradient communication"]["count"] == steps
@@ -118,7 +118,7 @@ def test_ranks_and_their_communication():
             assert rows["waiting for ranks"]["count"] >= 11
             assert len(found["ranks"]) == 2
         assert ranks == pytest.approx([3 * NAP, 4 * NAP])
-        # DDP calls `training_step` by way of the module's `forward`, which is not the forward pass.
+        # DDP calls `training_step` through the module's `forward`, which is not the forward pass.
         assert seconds["loss"] == pytest.approx(12 * NAP)
         assert seconds["forward"] == pytest.approx(24 * NAP)
     assert "Slowest rank: 1, busy 80 ms per batch, 20 ms (25.0%) more than" in first[3]
@@ -329,7 +329,7 @@ def test_second_fit_and_evaluations_are_measured():
     trainer = quiet_trainer(profiler=watched, max_epochs=2)
     trainer.fit(model)
     first = watched.measures()
-    assert (first.batches, first.clock.work.samples) == (24, 23 * 4)  # without that of the FLOPs
+    assert (first.batches, first.clock.work.samples) == (24, 23 * 4)  # without the first batch
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
     assert watched.measures() is not first
@@ -458,7 +458,7 @@ def test_table_is_printed_and_means_are_logged(capsys):
     model = SmallNet()
     trainer = fit(watched, model, logger=logger)
     assert capsys.readouterr().out.startswith("StepProfiler: fit")
-    # Five batches, five more, and the last one; the first is that of the FLOPs.
+    # After 5 and 10 batches and at the end. The first batch, which counts FLOPs, is excluded.
     assert len(logger.series("time/step_ms")) == 3
     assert [step for step, metrics in logger.records if "time/step_ms" in metrics] == [6, 11, 12]
     for _, metrics in logger.records:
