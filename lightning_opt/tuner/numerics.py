@@ -160,8 +160,8 @@ def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]
     if unchanged:
         named = ", ".join(unchanged[:3])
         return (
-            f"after {steps} steps it has not changed {len(unchanged)} parameters that the baseline "
-            f"trains, such as {named}"
+            f"after {steps} steps it has not changed {named} ({len(unchanged)} in all), which the "
+            "baseline trains"
         )
     ratio = math.hypot(*moved.values()) / math.hypot(*expected.values())
     if not 1 / MAX_DISTANCE_RATIO <= ratio <= MAX_DISTANCE_RATIO:

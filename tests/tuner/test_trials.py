@@ -169,7 +169,7 @@ def test_noise_run_happens_once_and_alone(tmp_path: Path, room: int) -> None:
     [
         (Plan(0.05, gradient=-1.0), "the gradient of a.weight has another direction"),
         (Plan(0.05, gradient=0.0), "a.weight has no gradient"),
-        (Plan(0.05, moved=("a",)), "after 16 steps it has not changed 1 parameters that the"),
+        (Plan(0.05, moved=("a",)), "after 16 steps it has not changed b (1 in all), which"),
         (Plan(0.05, loss=lambda step: falling(step) + (step > 12)), "its loss differs by +1"),
         (Plan(0.05, loss=lambda step: math.nan if step == 9 else falling(step)), "its loss is nan"),
     ],
