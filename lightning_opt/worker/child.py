@@ -38,6 +38,7 @@ import torch
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import PeakMeter
 from lightning_opt.worker.gate import Step, StepGate, run
+from lightning_opt.worker.recipes import import_attribute
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -235,10 +236,13 @@ class Worker:
             payload = pickle.loads((self._folder / PAYLOAD).read_bytes())
             sys.path[:] = payload["path"]
             torch.set_num_threads(payload["threads"])
+            recipe, seed = pickle.loads(payload["recipe"]), payload["seed"]
+            for path in [getattr(each, "target", each) for each in recipe.values()]:  # of the CLI
+                if isinstance(path, str):
+                    import_attribute(path)  # before memory is measured
             torch.ones(1 << 20).add_(1)  # starts the thread pool, which needs memory, early
             self._meter = PeakMeter(torch.device("cpu"))
             self._baseline = self._meter.read()
-            recipe, seed = pickle.loads(payload["recipe"]), payload["seed"]
             if self._connection is not None:
                 threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
             trainer = run(**recipe, gate=gate, seed=seed)

@@ -88,19 +88,26 @@ def test_steps_equal_an_uninterrupted_training(fit):
     assert sum(process.cpu_times()[:2]) - before <= 0.1, "a paused process uses no CPU"
 
 
-def test_peak_memory_includes_the_model_and_a_missing_loss_is_nan():
+IMPORTED = """
+import torch
+from tests.profiling.fitting import Net
+HELD = torch.ones(25_000_000)
+class Silent(Net):
+    def training_step(self, batch, batch_idx):
+        pass
+"""
+
+
+def test_peak_memory_includes_the_model_but_no_imports_and_a_missing_loss_is_nan(tmp_path):
     def large() -> Net:
         net = Net()
         net.more = nn.Parameter(torch.ones(25_000_000))  # 100 MB
         return net
 
-    class Silent(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            pass
-
+    (tmp_path / "imported.py").write_text(IMPORTED)
     with (
         TrainingProcess(large, rows, CPU) as large_process,
-        TrainingProcess(Silent, rows, CPU) as small_process,
+        TrainingProcess(f"{tmp_path}/imported.py:Silent", rows, CPU) as small_process,
     ):
         large_process.advance(1)
         assert math.isnan(small_process.advance(1)[0].loss)

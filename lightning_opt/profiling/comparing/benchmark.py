@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -62,11 +61,6 @@ class BenchmarkResult(Measured):
                 row |= ratio_columns(ratios.get(name))
             rows.append(row)
         super().__init__(Report("Seconds of a call", rows, notes), ratios)
-
-    def to_json(self) -> str:
-        """Return the report and the timings as JSON."""
-        details = {"seconds_of_rounds": self.seconds, "calls_of_a_timing": self.calls}
-        return json.dumps({**json.loads(self.report.to_json()), **details}, indent=2)
 
 
 def benchmark(

@@ -157,8 +157,8 @@ def parts_of(trainer: pl.Trainer) -> list[Any]:
     profilers = (getattr(owner, "profiler", None) for owner in (*callbacks, trainer))
     others = (getattr(trainer, name, None) for name in ("strategy", "precision_plugin"))
     parts = {id(part): part for part in (*callbacks, *profilers, *others)}.values()
-    own = "lightning_opt."
-    return [p for p in parts if type(p).__module__.startswith(own) or hasattr(p, "diagnose")]
+    ours = "lightning_opt."
+    return [p for p in parts if type(p).__module__.startswith(ours) or hasattr(p, "diagnose")]
 
 
 def code_of(advice: str) -> str:

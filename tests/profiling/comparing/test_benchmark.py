@@ -1,7 +1,6 @@
 """Functions timed in turns, with a simulated clock and once with the real one."""
 
 import gc
-import json
 import random
 
 import pytest
@@ -43,12 +42,11 @@ def test_ratios_and_seconds_follow_the_clock(clock):
     result = lo.benchmark(
         {"one": clock.takes("one", 0.01), "three": clock.takes("three", 0.03)}, rounds=5
     )
-    assert result.seconds["one"] == pytest.approx([0.01] * 5)
     assert result.ratios["three"].value == pytest.approx(3.0)
     assert [row["ratio"] for row in result.report.rows] == [1.0, 3.0]
     assert result.report.rows[1]["verdict"] == result.ratios["three"].verdict == "slower"
     assert result.report.rows[1]["median"] == "30 ms"
-    assert json.loads(result.to_json())["seconds_of_rounds"]["three"] == pytest.approx([0.03] * 5)
+    assert result.seconds["three"] == pytest.approx([0.03] * 5)
     assert "| three |" in result._repr_markdown_()
 
 
@@ -96,16 +94,12 @@ def test_real_difference_is_found_and_garbage_collection_is_restored():
             result = lo.benchmark(
                 {"once": lambda: x @ x, "often": often}, min_seconds=0.001, rounds=10
             )
+            with pytest.raises(ZeroDivisionError):
+                lo.benchmark(lambda: 1 / 0)
             assert gc.isenabled() is enabled
         finally:
             gc.enable()
         assert result.ratios["often"].value > 1.5
-
-
-def test_error_restores_garbage_collection():
-    with pytest.raises(ZeroDivisionError):
-        lo.benchmark(lambda: 1 / 0)
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,6 @@ def test_nonfinite_loss_is_null():
 
 def test_steps_of_turns():
     assert _turns(None, 12, [0.02, 0.01]) == [5] * 12
-    assert _turns(None, 3, [2.0]) == [2] * 3
     assert _turns(10, 4, []) == [3, 3, 2, 2]
 
 
