@@ -47,7 +47,7 @@ def probe(
         loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
     )
     process: DataLoader[Any] = DataLoader(
-        _Timed(fetcher, list(islice(indices, MAX_FETCHED_BATCHES))),
+        _TimedFetches(fetcher, list(islice(indices, MAX_FETCHED_BATCHES))),
         batch_size=None,
         collate_fn=tuple,  # unchanged
         num_workers=1,
@@ -58,7 +58,7 @@ def probe(
     return next(iter(process))  # type: ignore[no-any-return]
 
 
-class _Timed(Dataset[tuple[float, float, Any]]):
+class _TimedFetches(Dataset[tuple[float, float, Any]]):
     """Its only item is the result of :func:`probe`, measured by the process that fetches it."""
 
     def __init__(self, fetcher: Any, indices: list[Any]) -> None:

@@ -170,8 +170,8 @@ class CompiledForward(ReplacedForward):
         return self.region.compiled is not None
 
     def reset(self) -> None:
-        self._known: set[Any] = set()
-        self._modes: set[Any] = set()
+        self._compiled_calls: set[Any] = set()
+        self._compiled_modes: set[Any] = set()
         self._before: StepState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,10 +186,10 @@ class CompiledForward(ReplacedForward):
     def _attempt(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         region = self.region
         mode = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        key = (mode, _shapes(args), _shapes(kwargs))
+        call = (mode, _shapes(args), _shapes(kwargs))
         # With known shapes nothing is compiled, or compilation fails before anything has run, so no
         # state is saved. After a graph break, a later part may compile after an earlier one ran.
-        known = key in self._known and not region.breaks
+        known = call in self._compiled_calls and not region.breaks
         before = None if known else self._save_state()
         versions = [] if known else _versions((args, kwargs))
         compilations, seconds, counters = CLOCK.compilations, CLOCK.seconds, _counters()
@@ -201,7 +201,7 @@ class CompiledForward(ReplacedForward):
             if before is not None:
                 before.record_writes()
                 before.clear()
-                self._known.add(key)
+                self._compiled_calls.add(call)
             if CLOCK.compilations != compilations:
                 self._count(mode, seconds, counters)
             return output
@@ -250,9 +250,9 @@ class CompiledForward(ReplacedForward):
         graphs, breaks = _counters()
         region.graphs += max(0, graphs - counters[0])  # torch._dynamo.reset() clears them
         region.breaks += max(0, breaks - counters[1])
-        if mode in self._modes:
+        if mode in self._compiled_modes:
             region.recompilations += 1
-        self._modes.add(mode)
+        self._compiled_modes.add(mode)
 
 
 def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
