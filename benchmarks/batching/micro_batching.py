@@ -320,8 +320,7 @@ def halving() -> lo.MicroBatching:
             return min((known["size"] for known in self.shapes.values()), default=None)
 
     class Halving(lo.MicroBatching):
-        def _reset(self) -> None:
-            super()._reset()
+        def reset_for_model(self, pl_module: L.LightningModule) -> None:
             self._sizes = Smallest(self.regrow_every)
 
     return Halving(regrow_every=10**9)

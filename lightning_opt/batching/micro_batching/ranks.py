@@ -27,7 +27,6 @@ MAX_PASSED = 256
 CAUTIOUS_BATCHES = 200
 """Number of batches after an out-of-memory error in which no size is assumed to fit."""
 
-
 REDUCTION_ERROR = (
     "Out of memory on this rank while gradients were being reduced, although a batch as large had "
     "passed before. The other ranks may be waiting in that reduction, so the batch is not retried: "
@@ -80,7 +79,7 @@ class Ranks:
         """Return the items of all ranks. Every rank must call this."""
         return [item]
 
-    def begin_batch(self, description: tuple[str, int, int] | None) -> None:
+    def begin_batch(self, largest_part: tuple[str, int, int] | None) -> None:
         pass
 
     def begin_attempt(self) -> None:
@@ -99,7 +98,7 @@ class Ranks:
     def report_failure(self) -> None:
         pass
 
-    def record_success(self, description: tuple[str, int, int] | None) -> None:
+    def record_success(self, largest_part: tuple[str, int, int] | None) -> None:
         pass
 
     def close(self) -> None:
@@ -152,16 +151,16 @@ class DDPRanks(HostRanks):
             dist.all_gather_object(items, item, group=self._group)
         return items
 
-    def begin_batch(self, description: tuple[str, int, int] | None) -> None:
+    def begin_batch(self, largest_part: tuple[str, int, int] | None) -> None:
         self._cautious_batches -= 1
-        self._may_run_out = self._cautious_batches > 0 or not self._is_known_to_fit(description)
+        self._may_run_out = self._cautious_batches > 0 or not self._is_known_to_fit(largest_part)
         self.committed = False
         self._forward_param_sync = self._model.require_forward_param_sync
 
-    def _is_known_to_fit(self, description: tuple[str, int, int] | None) -> bool:
-        if description is None:
+    def _is_known_to_fit(self, largest_part: tuple[str, int, int] | None) -> bool:
+        if largest_part is None:
             return False
-        pattern, elements, samples = description
+        pattern, elements, samples = largest_part
         return any(p == pattern and e >= elements and s >= samples for p, e, s in self._passed)
 
     def begin_attempt(self) -> None:
@@ -191,7 +190,11 @@ class DDPRanks(HostRanks):
         self._exchange_failures(failed=True)
 
     def _exchange_failures(self, failed: bool = False) -> bool:
-        """Return whether the micro-batches of any rank are not known to fit."""
+        """Return whether the micro-batches of any rank are not known to fit.
+
+        Raises:
+            OtherRankFailedError: If another rank has failed, and this one has not.
+        """
         any_failed, any_may_run_out = self.largest(failed, self._may_run_out)
         if any_failed:
             self._passed.clear()
@@ -200,9 +203,9 @@ class DDPRanks(HostRanks):
             raise OtherRankFailedError
         return bool(any_may_run_out)
 
-    def record_success(self, description: tuple[str, int, int] | None) -> None:
-        if description is not None and not self._is_known_to_fit(description):
-            self._passed.append(description)
+    def record_success(self, largest_part: tuple[str, int, int] | None) -> None:
+        if largest_part is not None and not self._is_known_to_fit(largest_part):
+            self._passed.append(largest_part)
 
 
 @contextmanager
