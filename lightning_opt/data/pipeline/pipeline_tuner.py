@@ -31,10 +31,11 @@ from lightning_opt.data.pipeline.loaders import (
     LoaderSettings,
     attributes_for,
     endless_indices,
+    probe,
     reason_to_skip,
     settings_of,
+    time_loader,
 )
-from lightning_opt.data.pipeline.probing import probe, time_loader
 from lightning_opt.data.pipeline.search import Measured, Search
 from lightning_opt.trainer.run_callback import RunCallback
 
