@@ -173,6 +173,7 @@ class Tuning:
                 search = self._search()
                 search.run()
                 best = self._remeasure(search)
+                self._by_switches[()].seconds = self._baseline.step_seconds
             finally:
                 self._baseline.close()
         return TuneResult(

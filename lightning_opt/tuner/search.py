@@ -149,10 +149,6 @@ class Objective:
             return Outcome(math.inf)
         return Outcome(trial.peak_ratio, trial.peak_ratio * (1 + PEAK_NOISE))
 
-    def may_gain(self, trial: Trial) -> bool:
-        """Return whether a trial may gain enough. If so, its gradients must be compared."""
-        return self.outcome(trial).score <= 1 - MIN_GAIN / 3
-
 
 class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
     """Raised when the budget is too short for another trial."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_opt.core.measure.timing import take_turns
 from lightning_opt.tuner.numerics import judge
 from lightning_opt.tuner.probe import COMPARED_UPDATES, Observations
-from lightning_opt.tuner.search import Objective, Switches, TimeIsUp, Trial
+from lightning_opt.tuner.search import MIN_GAIN, Objective, Switches, TimeIsUp, Trial
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 14
@@ -30,6 +30,9 @@ short periods. Turns of 150 ms exceed these, and have more than twice the noise 
 
 MAX_STEPS_PER_BLOCK = 200
 """Maximum number of steps per block."""
+
+WARMUP_STEPS, WARMUP_SECONDS = 64, 1.0
+"""The baseline warms up for this many steps or seconds, because short steps are slow at first."""
 
 NOISE_STEPS = 16
 """Steps of the run with different random numbers, which measures the noise of the losses."""
@@ -126,6 +129,9 @@ class Baseline:
             self._advance(1)
             self.startup = self.startup or time.monotonic() - started
             self._advance(7)  # past the updates whose gradients are recorded
+            warm = time.monotonic() + WARMUP_SECONDS
+            while time.monotonic() < warm and len(self._run.losses) < WARMUP_STEPS:
+                self._advance(4)
             step_seconds = min(self._advance(2))
             if not self.turn_seconds:
                 steps = round(self.block_seconds / step_seconds)
@@ -308,7 +314,7 @@ class Trials:
         if self.objective.name != "throughput" and (trial.ratio or 0.0) > limit:
             trial.verdict = "too slow"
             trial.why = f"more than {limit:g} times the baseline's time"
-        elif not self.objective.may_gain(trial):
+        elif self.objective.outcome(trial).score > 1 - MIN_GAIN / 3:
             trial.verdict = "no gain"
         else:
             observations = run.observations
