@@ -1,4 +1,4 @@
-"""MemoryProfiler against closed forms, MemTracker, saved-tensor hooks and the kernel."""
+"""MemoryProfiler against closed forms, MemTracker, saved-tensor hooks and the system."""
 
 import gc
 import json
@@ -96,12 +96,12 @@ def test_categories_match_the_closed_form():
             live[name], rel=0.02
         )
         assert parts["parameters"] == WEIGHTS
-        assert parts["optimizer"] == pytest.approx(2 * WEIGHTS, rel=0.001)  # with the step counts
+        assert parts["optimizer"] == pytest.approx(2 * WEIGHTS, rel=0.001)  # and Adam's step counts
     gradients = {name: parts["gradients"] for name, parts in last.items()}
     assert gradients["step_start"] == gradients["after_forward"] == WEIGHTS
     assert gradients["before_backward"] == 0
     assert gradients["after_backward"] == gradients["step_end"] == WEIGHTS
-    # Saved: the outputs of ReLU and of the network. The input is the batch; ReLU's input is freed.
+    # Saved: the outputs of ReLU and of the network. The batch is no activation.
     activations = {name: parts["activations"] for name, parts in last.items()}
     assert activations["after_forward"] == pytest.approx(2 * ACTIVATION, rel=0.05)
     for name in ("step_start", "after_backward", "step_end"):
@@ -117,7 +117,7 @@ def test_peaks_match_the_mem_tracker_of_torch():
     start = next(r for r in profiler.profile.records if r.name == "step_start")
     batch, optimizer = torch.randn(ROWS, WIDTH), torch.optim.Adam(model.parameters())
     model.layer(batch).square().mean().backward()
-    optimizer.step()  # creates state and gradients before the measured step
+    optimizer.step()  # creates the state and gradients before measuring
     tracker = MemTracker()
     tracker.track_external(model.layer, optimizer, batch)
     with warnings.catch_warnings():
@@ -129,18 +129,18 @@ def test_peaks_match_the_mem_tracker_of_torch():
             after_backward = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
             optimizer.step()
             whole = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    before = storage_bytes([*model.parameters(), batch]) + 3 * WEIGHTS  # with gradients and state
+    before = storage_bytes([*model.parameters(), batch]) + 3 * WEIGHTS  # plus gradients, state
     above = {name: peak - start.live for name, peak in profiler.peaks.items()}
     largest = max(above["forward"], above["backward"])
     assert largest == pytest.approx(after_backward - before, rel=0.05)
     assert max(above.values()) == pytest.approx(whole - before, rel=0.05)
 
 
-def test_peak_of_a_phase_covers_the_code_inside():
+def test_phase_peak_includes_the_code_inside():
     with lo.MemoryProfiler() as profiler:
         profiler.record("before")
         with profiler.phase("wide"):
-            for _ in range(3):  # one after the other, so the peak counts one
+            for _ in range(3):  # one at a time, so the peak counts one
                 torch.zeros(8 * MB).add(1).sum()
         with profiler.phase("narrow"):
             torch.zeros(MB)
@@ -150,8 +150,8 @@ def test_peak_of_a_phase_covers_the_code_inside():
     assert [row["phase"] for row in profiler.report().rows] == ["wide", "narrow"]
 
 
-def peak_of_the_process() -> tuple[float, float]:
-    """Return the growth of the kernel's and the profiler's peak, in MB, for steps of 200 MB.
+def peaks_of_process() -> tuple[float, float]:
+    """Return the peak above the start in MB, by the operating system and by the profiler.
 
     The operators are elementwise: a matrix product allocates internal buffers.
     """
@@ -172,12 +172,12 @@ def peak_of_the_process() -> tuple[float, float]:
 
 @pytest.mark.distributed
 @needs_heap
-def test_peak_matches_the_kernel():
+def test_peak_matches_the_operating_system():
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("this kernel cannot reset the peak of a process")
-    ((kernel, ours),) = launch(peak_of_the_process, processes=1)
+    ((system, ours),) = launch(peaks_of_process, processes=1)
     assert ours > 100
-    assert ours == pytest.approx(kernel, rel=0.05)
+    assert ours == pytest.approx(system, rel=0.05)
 
 
 def test_phases_are_recorded_for_two_optimizers():
@@ -188,13 +188,13 @@ def test_phases_are_recorded_for_two_optimizers():
     assert names.count("before_optimizer") == 2
 
 
-def test_validation_has_a_peak_but_not_the_sanity_check():
+def test_peak_of_validation_excludes_the_sanity_check():
     profiler = profile(Wide(), every_n_steps=100, num_sanity_val_steps=2)
     assert set(profiler.peaks) == {"validation"}
     assert len(profiler.profile.peaks["validation"]) == 1
 
 
-def test_peaks_of_compiled_parts_are_measured_at_their_ends():
+def test_compiled_model_is_measured_only_at_the_ends_of_a_phase():
     model = Wide()
     assert countable(model)
     model.layer.compile(backend="eager")
@@ -236,14 +236,14 @@ def test_saved_bytes_by_module_match_saved_tensor_hooks():
 # --- logs ---------------------------------------------------------------------------------------
 
 
-class Collecting(Wide):
+class CollectGarbage(Wide):
     def on_train_batch_end(self, *_: Any) -> None:
         gc.collect()
 
 
 def test_run_logs_peaks_and_categories():
     logger = MemoryLogger()
-    profiler = profile(Collecting(), every_n_steps=3, logger=logger, max_epochs=2)
+    profiler = profile(CollectGarbage(), every_n_steps=3, logger=logger, max_epochs=2)
     for phase in ("forward", "backward", "optimizer"):
         peaks = [peak / MB for peak in profiler.profile.peaks[phase]]
         assert logger.series(f"profile/peak_{phase}_mb") == peaks
@@ -258,7 +258,7 @@ def test_run_logs_peaks_and_categories():
     assert "Garbage collection" in str(profiler.report())
 
 
-def test_failing_step_removes_the_dispatch_mode_and_writes_nothing(tmp_path):
+def test_dispatch_mode_is_removed_and_nothing_written_after_a_failing_step(tmp_path):
     model = SmallNet(fail_at=3)
     with pytest.raises(ArithmeticError, match="planted"):
         profile(model, every_n_steps=1, modules=True, default_root_dir=tmp_path)
@@ -270,7 +270,7 @@ def test_failing_step_removes_the_dispatch_mode_and_writes_nothing(tmp_path):
 # --- out of memory ------------------------------------------------------------------------------
 
 
-class RunsOut(Wide):
+class OutOfMemoryNet(Wide):
     """Allocates more memory than any machine has, while large tensors are alive."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class RunsOut(Wide):
 def test_out_of_memory_report_names_the_largest_tensors(tmp_path, caplog):
     gc.collect()  # tensors of other tests would be listed too
     with pytest.raises(RuntimeError, match=r"allocate memory|not enough memory"):
-        profile(RunsOut(), every_n_steps=1, default_root_dir=tmp_path)
+        profile(OutOfMemoryNet(), every_n_steps=1, default_root_dir=tmp_path)
     content = json.loads((tmp_path / "out_of_memory.json").read_text())
     assert content["title"] == "Out of memory in forward: the largest live tensors"
     found = {row["what"]: row for row in content["rows"]}
@@ -316,7 +316,7 @@ def test_out_of_memory_in_a_phase_is_reported(tmp_path, monkeypatch):
 
 
 def run_out_under_a_limit(folder: str) -> tuple[str, list[str]]:
-    """Exceed a real limit in the backward pass."""
+    """Exceed a memory limit in the backward pass."""
     import resource
 
     torch.set_num_threads(1)
@@ -334,7 +334,7 @@ def run_out_under_a_limit(folder: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.distributed
-def test_report_is_written_at_a_real_memory_limit(tmp_path):
+def test_out_of_memory_report_is_written_at_a_real_limit(tmp_path):
     ((error, names),) = launch(run_out_under_a_limit, str(tmp_path), processes=1)
     assert "allocate memory" in error
     assert "layer.0.weight" in names
