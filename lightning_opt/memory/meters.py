@@ -143,7 +143,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor)
     return sum(value.nbytes for value in state_tensors([trial]) if value.numel() > 1)
 
 
-def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+def persistent_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     """Return the bytes of parameters, buffers, gradients and optimizer states, all allocated."""
     parameters = list(module.parameters())
     gradients = storage_bytes(p for p in parameters if p.requires_grad)
@@ -151,8 +151,8 @@ def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     return storage_bytes([*parameters, *module.buffers()]) + gradients + states
 
 
-def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return the part of :func:`standing_bytes` that is allocated now."""
+def allocated_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Return the part of :func:`persistent_bytes` that is allocated now."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     tensors = [*module.parameters(), *module.buffers(), *gradients]
     return storage_bytes([*tensors, *state_tensors(optimizers)])

@@ -85,7 +85,7 @@ class ActivationCheckpointing(RunCallback):
     ``checkpointing/peak_mb``             the plan's peak, measured
     ``checkpointing/unchecked_step_ms``   forward and backward pass without recomputation
     ``checkpointing/step_ms``             the same under the plan
-    ``checkpointing/offloaded_mb``        with ``offload``: moved to the host in the first step
+    ``checkpointing/offloaded_mb``        with ``offload``: MB moved to the host in the first step
     ===================================== ======================================================
 
     A megabyte is 2**20 bytes. On CUDA, peaks come from torch's allocator; elsewhere they count the
@@ -93,7 +93,7 @@ class ActivationCheckpointing(RunCallback):
 
     Args:
         policy: One of the names above.
-        interval: For ``"block"`` and ``"every_nth"``: how many blocks, at least 1.
+        interval: For ``"block"`` and ``"every_nth"``: number of blocks, at least 1.
         modules: Modules to use as blocks instead of the repeated ones: qualified names, shell
             patterns (``"encoder.layers.*"``), classes or their names.
         min_flops: For ``"selective"``: operators with at least this number of operations are
@@ -143,9 +143,9 @@ class ActivationCheckpointing(RunCallback):
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}.")
-        _check_unused(policy, ("block", "every_nth"), interval=interval)
-        _check_unused(policy, ("selective",), min_flops=min_flops)
-        _check_unused(
+        _raise_if_unused(policy, ("block", "every_nth"), interval=interval)
+        _raise_if_unused(policy, ("selective",), min_flops=min_flops)
+        _raise_if_unused(
             policy, ("auto",), budget_mb=budget_mb, budget=budget, worst_batch=worst_batch
         )
         if policy in ("block", "every_nth"):
@@ -205,7 +205,7 @@ class ActivationCheckpointing(RunCallback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the blocks and apply the policy; strategies have wrapped the model by now."""
+        """Find the blocks and apply the policy, after the strategy has wrapped the model."""
         self.release(trainer)
         self._check_modules(pl_module)
         self.blocks = self._find_blocks(pl_module)
@@ -238,12 +238,12 @@ class ActivationCheckpointing(RunCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Under ``"auto"``, plan for the first batch and for larger ones that may not fit."""
+        """Under ``"auto"``, make a plan for the first batch and for batches that may not fit."""
         if self.policy != "auto" or not self.blocks:
-            unknown = any(forward.state.read_only is None for forward in self._applied.forwards)
-            if unknown and not self._is_logged and has_compiled_parts(pl_module):
-                # Modules that write buffers stay out of the graph. Find them before the first
-                # compilation: after a graph break in a loop, Dynamo leaves the function uncompiled.
+            untested = any(forward.state.read_only is None for forward in self._applied.forwards)
+            if untested and not self._is_logged and has_compiled_parts(pl_module):
+                # Find the modules that write buffers, which are not compiled, before the first
+                # compilation: Dynamo does not compile a function with a graph break in a loop.
                 with run_eagerly():
                     TrialStep(trainer, pl_module, batch, batch_idx).run()
             return
@@ -293,8 +293,8 @@ class ActivationCheckpointing(RunCallback):
     def describe(self) -> Report:
         """Return a table of the blocks: class, parameters and treatment.
 
-        Under ``"auto"``, once planned, it also has the order of execution, the memory used if the
-        block is not recomputed, and the time of its recomputation.
+        Once ``"auto"`` has a plan, the table also has the order of execution, the memory that the
+        block keeps without recomputation, and its recomputation time.
         """
         treatment = {block: group.treatment for group in self.plan for block in group.blocks}
         rows: list[dict[str, Any]] = [
@@ -354,7 +354,7 @@ class ActivationCheckpointing(RunCallback):
         self.plan = plan
 
 
-def _check_unused(policy: str, valid_policies: Sequence[str], **settings: Any) -> None:
+def _raise_if_unused(policy: str, valid_policies: Sequence[str], **settings: Any) -> None:
     for name, value in settings.items():
         if value is not None and policy not in valid_policies:
             allowed = " and ".join(repr(valid) for valid in valid_policies)

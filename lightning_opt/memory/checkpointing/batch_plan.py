@@ -1,8 +1,8 @@
-"""Planning for a batch of the Trainer: profile the step, choose a plan, measure the plan.
+"""Plans recomputation for a batch: profile the step, choose a plan, measure the plan.
 
-The fastest plan that does not exceed a peak is a knapsack over the blocks of a step. While a block
-runs forward or backward, all earlier blocks hold the bytes that they keep, and the peak of a plan
-is a maximum over all blocks.
+Finding the fastest plan below a peak is a knapsack problem over the blocks of a step. While a block
+runs forward or backward, all earlier blocks hold their kept bytes. The peak of a plan is the
+maximum over all blocks.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from lightning_opt.memory.checkpointing.step_profile import (
     Unit,
     profile_step,
 )
-from lightning_opt.memory.meters import bucket_bytes, present_bytes, standing_bytes
+from lightning_opt.memory.meters import allocated_bytes, bucket_bytes, persistent_bytes
 from lightning_opt.trainer.lightning import FSDPStrategy, ModelParallelStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# Share of the free memory that is used without a budget; the rest is for kernels and fragmentation.
+# Default budget as a share of the free memory; the rest is for kernels and fragmentation.
 SHARE_OF_FREE = 0.9
 
-# Maximum number of byte totals that are tracked. Because of it, the fastest plan may be missed. A
-# plan that meets the limit is always found if one exists.
-MAX_SOLUTIONS = 400
+# `solve` keeps one solution per bin of held bytes, so it may miss the fastest plan. It always finds
+# a plan that meets the limit if one exists.
+MAX_BINS = 400
 
 # The shapes of the tensors of a batch, in order.
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class BudgetError(ValueError):
 
     Attributes:
         smallest_mb: The smallest ``budget_mb`` that can be met, as measured.
-        smallest: The smallest ``budget``.
+        smallest: The same as a ``budget``.
     """
 
     def __init__(self, given: str, smallest_mb: float, smallest: float) -> None:
@@ -98,10 +98,10 @@ class Budget:
             return f"budget={self.share:g}"
         return "the free memory of the device"
 
-    def for_activations(self, unchecked_peak: float, standing: int, room: float) -> float:
+    def for_activations(self, unchecked_peak: float, persistent: int, room: float) -> float:
         """Return the bytes that the budget leaves for activations."""
         if self.budget_mb is not None:
-            return self.budget_mb * MB - standing
+            return self.budget_mb * MB - persistent
         if self.share is not None:
             return self.share * unchecked_peak
         return room
@@ -118,7 +118,7 @@ class Solution:
         options: The options.
         held: Bytes that these units hold.
         peak: Predicted peak in bytes.
-        seconds: Predicted time above a step that keeps everything.
+        seconds: Predicted time of the recomputation.
     """
 
     options: tuple[Option, ...] = ()
@@ -142,7 +142,7 @@ def solve(units: Sequence[Unit], head_peak: int, limit: float) -> Solution | Non
     recomputed.
     """
     total = sum(max(option.nbytes for option in unit.options) for unit in units)
-    grain = max(1, total // MAX_SOLUTIONS)
+    bin_bytes = max(1, total // MAX_BINS)
     solutions = [Solution()]
     for unit in units:
         extended = [
@@ -151,7 +151,7 @@ def solve(units: Sequence[Unit], head_peak: int, limit: float) -> Solution | Non
             if solution.held + unit.peak <= limit
             for option in unit.options
         ]
-        solutions = _fastest(extended, grain)
+        solutions = _fastest(extended, bin_bytes)
     complete = [
         replace(solution, peak=max(solution.peak, solution.held + head_peak))
         for solution in solutions
@@ -160,16 +160,16 @@ def solve(units: Sequence[Unit], head_peak: int, limit: float) -> Solution | Non
     return min(complete, key=lambda solution: (solution.seconds, solution.peak), default=None)
 
 
-def _fastest(solutions: list[Solution], grain: int) -> list[Solution]:
-    """Return the fastest solution of each byte total, unless one that holds less is as fast.
+def _fastest(solutions: list[Solution], bin_bytes: int) -> list[Solution]:
+    """Return the Pareto front of held bytes and seconds, with one solution per bin of bytes.
 
-    The solution that holds the least is always included. If any plan meets the limit, it does.
+    The solution that holds the fewest bytes is always included: it meets the limit if any does.
     """
     fastest: list[Solution] = []
     for solution in sorted(solutions, key=lambda solution: (solution.held, solution.seconds)):
         if fastest and solution.seconds >= fastest[-1].seconds:
             continue
-        if len(fastest) > 1 and fastest[-1].held // grain == solution.held // grain:
+        if len(fastest) > 1 and fastest[-1].held // bin_bytes == solution.held // bin_bytes:
             fastest.pop()
         fastest.append(solution)
     return fastest
@@ -282,8 +282,8 @@ def to_plan(blocks: Sequence[Block], options: Mapping[str, Option]) -> Plan:
     if all(option.kept is None for option in options.values()):
         return []
     kept = {name: option.kept for name, option in options.items()}
-    groups = ((block, kept.get(block.name, frozenset())) for block in blocks)
-    return [recompute(block, operators) for block, operators in groups if operators is not None]
+    pairs = ((block, kept.get(block.name, frozenset())) for block in blocks)
+    return [recompute(block, operators) for block, operators in pairs if operators is not None]
 
 
 # --- one batch ------------------------------------------------------------------------------------
@@ -314,28 +314,28 @@ def plan_batch(
             warnings.warn(
                 "ActivationCheckpointing('auto'): a larger batch may exceed "
                 f"{budget}. With sharded parameters all ranks must recompute the same blocks, so "
-                "the plan stays. Pass the largest batch as worst_batch, or lower the budget.",
+                "the plan is kept. Pass the largest batch as worst_batch, or lower the budget.",
                 stacklevel=2,
             )
             return replace(first, shapes=shapes)
         if trainer.world_size > 1:
             return replace(first, plan=every_layer(first.profile.blocks), shapes=shapes)
     device = pl_module.device
-    full = standing_bytes(pl_module, trainer.optimizers)
-    standing = full + bucket_bytes(trainer.strategy.model)
-    pending = full - present_bytes(pl_module, trainer.optimizers)
+    states = persistent_bytes(pl_module, trainer.optimizers)
+    persistent = states + bucket_bytes(trainer.strategy.model)
+    unallocated = states - allocated_bytes(pl_module, trainer.optimizers)
     free = SHARE_OF_FREE * MemoryLimits(device, host=device.type != "cuda").room()
-    room = -largest_over_ranks([pending - free], device)[0]
+    room = -largest_over_ranks([unallocated - free], device)[0]
     step = TrialStep(trainer, pl_module, batch, batch_idx)
     runner = StepRunner(step, device, trainer.strategy.broadcast)
     profile = profile_step(runner, blocks, room)
     unchecked_peak = profile.unchecked_peak + profile.reserve
     # A larger batch keeps the limit of the first one.
-    limit = first.limit if first else budget.for_activations(unchecked_peak, standing, room)
+    limit = first.limit if first else budget.for_activations(unchecked_peak, persistent, room)
     step_plan = plan_step(profile, limit)
     if not step_plan.fits:
         peak = step_plan.peak + profile.reserve
-        error = BudgetError(str(budget), (peak + standing) / MB, peak / unchecked_peak)
+        error = BudgetError(str(budget), (peak + persistent) / MB, peak / unchecked_peak)
         # Later batches only warn: an error would end the run in mid-epoch.
         if budget.strict and first is None:
             raise error
@@ -365,8 +365,8 @@ def growth(known: Shapes, other: Shapes) -> float:
     """Return an upper bound of the factor by which activations grow between two batches.
 
     Activations grow with the number of elements. The activations of attention also grow with the
-    length, so the bound has the largest growth of one dimension as a second factor. For a smaller
-    batch the bound is at most 1.
+    length, so the bound is multiplied by the largest growth of a dimension. For a smaller batch the
+    bound is at most 1.
     """
     elements = [sum(map(math.prod, shapes)) for shapes in (known, other)]
     element_growth = elements[1] / max(1, elements[0])
@@ -374,7 +374,7 @@ def growth(known: Shapes, other: Shapes) -> float:
         return max(1.0, element_growth) ** 2
     dimension_growth = (
         size / max(1, before)
-        for shape, bound in zip(other, known, strict=True)
-        for size, before in zip(shape, bound, strict=True)
+        for shape, known_shape in zip(other, known, strict=True)
+        for size, before in zip(shape, known_shape, strict=True)
     )
     return element_growth * max(1.0, *dimension_growth) if known else 1.0

@@ -1,7 +1,7 @@
 """Measures the memory that each block of a training step holds, and its recomputation time.
 
-The measurement recomputes every block on its own, which needs the least memory. A recomputation
-allocates as many bytes as keeping the block would have held.
+The measured step recomputes every block on its own, which needs the least memory. A block's
+recomputation allocates the bytes that the block would hold if it were kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_opt.memory.meters import Meter, measuring
 # Number of timed runs of each option; the fastest counts.
 TIMED_ROUNDS = 3
 # Bytes that kernels use internally, as a share of the peak, on devices where they are not counted.
-# Convolutions on a CPU took this share.
+# Measured for convolutions on a CPU.
 KERNEL_SHARE = 0.02
 
 
@@ -47,7 +47,7 @@ class Option:
     Attributes:
         kept: The operators whose outputs are kept; ``None`` keeps all outputs.
         nbytes: Bytes held between forward and backward pass, without the input.
-        seconds: Time added to a step that keeps everything.
+        seconds: Time added to a step without recomputation.
     """
 
     kept: frozenset[OperatorKey] | None
@@ -61,7 +61,7 @@ class Unit:
 
     Attributes:
         block: The block.
-        options: Ways to treat it. One of them holds no bytes.
+        options: Ways to treat it. One of them keeps nothing.
         peak: Peak of the step during its forward and backward pass, with every block recomputed.
         calls: Number of its calls in the step.
         internal_bytes: Bytes that its recomputation allocates.
@@ -132,12 +132,12 @@ class StepProfile:
     is_measured: bool = False
     reserve: int = 0
 
-    def peak(self, kept: float = 0.0) -> float:
+    def peak(self, kept_share: float = 0.0) -> float:
         """Return the predicted peak if each block kept this share of its internal bytes."""
         peak = held = 0.0
         for unit in self.units:
             peak = max(peak, held + unit.peak)
-            held += kept * unit.internal_bytes
+            held += kept_share * unit.internal_bytes
         return max(peak, held + self.head_peak)
 
     def calibrate(self) -> None:
@@ -145,7 +145,7 @@ class StepProfile:
         low, high = 0.0, 2.0
         for _ in range(20):
             middle = (low + high) / 2
-            if self.peak(kept=middle) > self.unchecked_peak:
+            if self.peak(middle) > self.unchecked_peak:
                 high = middle
             else:
                 low = middle
@@ -171,7 +171,7 @@ def profile_step(
         except InputChangedError as error:
             blocks = [block for block in blocks if error.module not in block.modules]
     profile = _profile_memory(runner, blocks)
-    profile.unchecked_peak = round(profile.peak(kept=1.0))
+    profile.unchecked_peak = round(profile.peak(1.0))
     profile.is_measured = runner.largest(profile.unchecked_peak - room) < 0
     if profile.is_measured:
         profile.unchecked_peak = runner.peak([])
@@ -210,7 +210,7 @@ def _profile_memory(runner: StepRunner, blocks: Sequence[Block]) -> StepProfile:
     return StepProfile(blocks, timelines[0].units, timelines[0].head_peak, runner)
 
 
-# Seconds of all forward passes and of all recomputations (True) of each module.
+# Total seconds by module: of its forward passes (False), and of its recomputations (True).
 Seconds: TypeAlias = dict[tuple[nn.Module, bool], float]
 
 
@@ -242,28 +242,29 @@ def _time_options(units: Sequence[Unit], runner: StepRunner) -> None:
     Times of blocks with equal internal bytes differ only by noise, so their mean is used.
     """
     keys = {unit: frozenset(operator.key for operator in unit.expensive) for unit in units}
-    full = _time_blocks(runner, every_layer([unit.block for unit in units]))
-    part: Seconds = {}
+    full_times = _time_blocks(runner, every_layer([unit.block for unit in units]))
+    partial_times: Seconds = {}
     if any(keys.values()):
-        part = _time_blocks(runner, [recompute(unit.block, keys[unit]) for unit in units])
-    alike: dict[int, list[Unit]] = defaultdict(list)
+        partial_times = _time_blocks(runner, [recompute(unit.block, keys[unit]) for unit in units])
+    same_bytes: dict[int, list[Unit]] = defaultdict(list)
     for unit in units:
-        alike[unit.internal_bytes].append(unit)
+        same_bytes[unit.internal_bytes].append(unit)
 
     def mean(unit: Unit, seconds: Seconds, recomputes: bool) -> float:
-        group = alike[unit.internal_bytes]
+        group = same_bytes[unit.internal_bytes]
         modules = (module for other in group for module in other.block.modules)
         return sum(seconds.get((module, recomputes), 0.0) for module in modules) / len(group)
 
     for unit in units:
         options = [
-            Option(frozenset(), 0, mean(unit, full, True)),
+            Option(frozenset(), 0, mean(unit, full_times, True)),
             Option(None, unit.internal_bytes, 0.0),
         ]
         if keys[unit]:
-            slower = mean(unit, part, False) - mean(unit, full, False)
+            slowdown = mean(unit, partial_times, False) - mean(unit, full_times, False)
             held = sum(operator.nbytes for operator in unit.expensive) * unit.calls
-            options.append(Option(keys[unit], held, mean(unit, part, True) + max(0.0, slower)))
+            seconds = mean(unit, partial_times, True) + max(0.0, slowdown)
+            options.append(Option(keys[unit], held, seconds))
         unit.options = tuple(options)
 
 
@@ -311,7 +312,7 @@ class Timeline:
             self.units.append(unit)
 
     def record_peak(self) -> None:
-        """Attribute the peak since the last reading to the current block, or to the head."""
+        """Attribute the peak since the last reading to the current block, else to the head."""
         peak = self._meter.mark()
         if self._current is not None:
             self._current.peak = max(self._current.peak, peak)

@@ -1,4 +1,4 @@
-"""Plans of `"auto"`: they meet their budget, and measuring them leaves no trace."""
+"""Plans of policy `"auto"` meet their budget; measuring leaves training unchanged."""
 
 import random
 from collections import UserDict
@@ -27,7 +27,7 @@ from lightning_opt.memory.meters import (
     StorageMeter,
     bucket_bytes,
     optimizer_state_bytes,
-    standing_bytes,
+    persistent_bytes,
 )
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import Architecture
@@ -37,7 +37,7 @@ MB = 2**20
 
 
 class Wide(Architecture):
-    """Large enough for bytes to count: eight blocks, half a megabyte each."""
+    """Eight blocks of half a megabyte each, so that budgets are precise."""
 
     blocks = 8
     rows = 128
@@ -66,7 +66,7 @@ def fit(callback: ActivationCheckpointing, model: Wide | None = None, **settings
 
 
 def measured_peak(callback: ActivationCheckpointing, model: Wide) -> int:
-    """Return the peak above parameters and gradients of a step under the callback's plan."""
+    """Return a step's peak under the callback's plan, without parameters and gradients."""
     batch = torch.randn(model.rows, 64)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -76,7 +76,7 @@ def measured_peak(callback: ActivationCheckpointing, model: Wide) -> int:
 
 
 @pytest.mark.parametrize("budget", [0.35, 0.5, 0.7, 1.0])
-def test_budget_as_share_is_met_and_predicted(budget: float) -> None:
+def test_relative_budget_is_met_and_the_peak_predicted(budget: float) -> None:
     callback = ActivationCheckpointing("auto", budget=budget)
     model = fit(callback)
     found = callback.step_plan
@@ -95,14 +95,14 @@ def test_budget_mb_covers_parameters_gradients_and_optimizer_state() -> None:
     model = fit(probe)
     assert probe.step_plan is not None
     optimizers = [model.configure_optimizers()]
-    standing = standing_bytes(model, optimizers)
-    wanted = standing + 0.5 * probe.step_plan.profile.unchecked_peak
+    persistent = persistent_bytes(model, optimizers)
+    wanted = persistent + 0.5 * probe.step_plan.profile.unchecked_peak
     callback = ActivationCheckpointing("auto", budget_mb=wanted / MB)
     model = fit(callback)
-    assert 0 < measured_peak(callback, model) <= wanted - standing
+    assert 0 < measured_peak(callback, model) <= wanted - persistent
 
 
-def test_impossible_budget_raises_before_the_first_step_and_names_the_smallest() -> None:
+def test_impossible_budget_raises_early_and_the_error_has_the_smallest_budget() -> None:
     model = Wide()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BudgetError, match=r"cannot meet budget=0\.01") as caught:
@@ -131,7 +131,7 @@ def test_worst_batch_is_planned_before_the_first_step() -> None:
     model.sizes = [32, 128, 64, 128]
     fit(probe := ActivationCheckpointing("auto", budget=1.0), Wide(), max_steps=1)
     assert probe.step_plan is not None
-    limit = 0.6 * probe.step_plan.profile.unchecked_peak  # of a batch of 128
+    limit = 0.6 * probe.step_plan.profile.unchecked_peak  # for 128 rows
     budgets = []
 
     class Recording(ActivationCheckpointing):
@@ -146,7 +146,7 @@ def test_worst_batch_is_planned_before_the_first_step() -> None:
     assert measured_peak(callback, model) <= limit
     model = Wide()
     model.sizes = [8, 128]
-    with pytest.raises(BudgetError):  # and not a warning at the second step
+    with pytest.raises(BudgetError):  # not only a warning at the second step
         fit(ActivationCheckpointing("auto", budget=0.01, worst_batch=torch.randn(128, 64)), model)
 
 
@@ -172,7 +172,7 @@ class Pair:
 
 def test_shapes_of_any_batch_structure_are_found() -> None:
     x = torch.zeros(2, 3)
-    batches = x, {"x": [x]}, UserDict(input_ids=x), Pair(x)  # UserDict: a batch of `transformers`
+    batches = x, {"x": [x]}, UserDict(input_ids=x), Pair(x)  # Transformers' batches are UserDicts
     assert [batch_shapes(batch) for batch in batches] == [((2, 3),)] * 4
 
 
@@ -188,7 +188,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("worst", [False, True])
-def test_32_by_16_then_1_by_512_stays_within_the_budget(worst: bool) -> None:
+def test_batches_of_two_shapes_stay_within_the_budget(worst: bool) -> None:
     class Sequences(Wide):
         blocks = 6
 
@@ -220,8 +220,8 @@ def test_32_by_16_then_1_by_512_stays_within_the_budget(worst: bool) -> None:
     assert peaks[0][2] == peaks[2][2], "each shape keeps its plan"
 
 
-def test_measurement_leaves_no_trace() -> None:
-    class Keeping(Wide):
+def test_measuring_leaves_training_unchanged() -> None:
+    class StatefulNet(Wide):
         def build(self) -> None:
             super().build()
             self.norm = nn.BatchNorm1d(64)
@@ -234,7 +234,7 @@ def test_measurement_leaves_no_trace() -> None:
             self.noise = random.random() + float(torch.rand(()))
             batch += 1  # the step may write to its batch
             loss = self.norm(self(self.teacher(batch))).square().mean()
-            with torch.no_grad():  # a teacher that averages weights
+            with torch.no_grad():  # an EMA teacher
                 self.teacher.weight.mul_(0.9).add_(self.layers[0][4].weight[:, :64], alpha=0.1)
             self.accuracy.update(loss.detach())
             self.outputs.append(loss.item())
@@ -247,7 +247,7 @@ def test_measurement_leaves_no_trace() -> None:
     def run(callback: ActivationCheckpointing | None) -> tuple[Any, ...]:
         torch.manual_seed(1)
         random.seed(1)
-        model, logger = Keeping(), MemoryLogger()
+        model, logger = StatefulNet(), MemoryLogger()
         trainer = quiet_trainer(
             callbacks=[callback] if callback else [],
             logger=logger,
@@ -287,7 +287,7 @@ def test_measurement_leaves_no_trace() -> None:
         (lambda p: transformers.Adafactor(p, lr=0.1, relative_step=False), 50 / 600),
     ],
 )
-def test_optimizer_state_is_predicted(make: Any, copies: int) -> None:
+def test_size_of_optimizer_state_is_predicted(make: Any, copies: int) -> None:
     weight = nn.Parameter(torch.randn(20, 30))
     optimizer = make([weight])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the optimizer's `step`
@@ -303,7 +303,7 @@ def test_optimizer_state_is_predicted(make: Any, copies: int) -> None:
     assert abs(optimizer_state_bytes(optimizer) - predicted) <= 8
 
 
-def test_ddp_buckets_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_ddp_buckets_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self: nn.Module.__init__(self))
     model = DistributedDataParallel()
     model.module, model.gradient_as_bucket_view = nn.Linear(10, 10), False
@@ -331,7 +331,7 @@ def random_items(generator: random.Random, count: int) -> list[Unit]:
 
 
 def all_plans(items: list[Unit], head_peak: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the peak and the seconds of every plan, each by its definition."""
+    """Return the peak and the seconds of every plan, by brute force."""
     held = peak = np.zeros(1, np.int64)
     seconds = np.zeros(1)
     for item in items:
@@ -342,7 +342,7 @@ def all_plans(items: list[Unit], head_peak: int) -> tuple[np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_solution_is_as_fast_as_the_best_of_all_plans(seed: int) -> None:
+def test_solution_is_as_fast_as_the_best_plan(seed: int) -> None:
     generator = random.Random(seed)
     items = random_items(generator, 12 if seed % 4 == 0 else generator.randint(1, 11))
     head = generator.randint(10**6, 10**8)
@@ -358,7 +358,7 @@ def test_solution_is_as_fast_as_the_best_of_all_plans(seed: int) -> None:
             assert solution.peak <= limit
 
 
-def test_feasible_limit_is_met_at_any_number_of_bytes() -> None:
+def test_feasible_limit_is_met_for_random_sizes() -> None:
     generator = random.Random(0)
     items = []
     for _ in range(40):

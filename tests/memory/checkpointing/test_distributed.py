@@ -150,11 +150,11 @@ def plan_for_uneven_batches() -> tuple[float, float, int]:
         return callback.step_plan
 
     found = plan(1000)
-    standing = 1000 * MB - found.limit
+    persistent = 1000 * MB - found.limit
     peaks = [0.0, 0.0]
     torch.distributed.all_gather_object(peaks, found.profile.unchecked_peak)
     assert peaks[0] < 0.6 * peaks[1]
-    found = plan((standing + 0.75 * peaks[1]) / MB)
+    found = plan((persistent + 0.75 * peaks[1]) / MB)
     return found.peak + found.profile.reserve, found.limit, len(found.plan)
 
 
@@ -200,7 +200,7 @@ def test_larger_batch_on_one_rank_does_not_block_the_others(sharded: bool) -> No
     assert first == [0, 0, 0]
     if sharded:
         assert second == [0, 0, 0]
-        assert "so the plan stays" in warned
+        assert "so the plan is kept" in warned
     else:
         assert second[0] == 0
         assert second[1] > 0
