@@ -201,7 +201,7 @@ class LeakDetector(RunCallback):
             first = max(self.suspects, key=lambda suspect: suspect.kb_per_step)
             advice = first.advice[0].upper() + first.advice[1:] + "."
             return [Verdict("leaks", "look", str(first), advice)]
-        if self._trends["train"].taken < MIN_SAMPLES:
+        if self._trends["train"].samples_taken < MIN_SAMPLES:
             finding = f"LeakDetector has fewer than the {MIN_SAMPLES} samples that a trend needs."
             advice = "Train longer, or with fewer warmup_steps."
             return [Verdict("leaks", "unknown", finding, advice)]
@@ -216,7 +216,7 @@ class LeakDetector(RunCallback):
                 "where": suspect.where,
                 "items a step": suspect.per_step,
                 "of": suspect.items,
-                "KB a step": suspect.kb_per_step,
+                "KB per step": suspect.kb_per_step,
                 "what to do": suspect.advice,
             }
             for suspect in self.suspects
@@ -225,7 +225,7 @@ class LeakDetector(RunCallback):
         if not rows:
             notes.insert(0, "No leak was found.")
             notes += [
-                f"The {name} grows by {slope / 1024:.3g} KB a step, but no container that "
+                f"The {name} grows by {slope / 1024:.3g} KB per step, but no container that "
                 "your objects hold: check libraries, extensions and data loading."
                 for name, slope in self._trends["train"].growing().items()
                 if name in ("heap", "device")

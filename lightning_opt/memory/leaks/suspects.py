@@ -1,8 +1,8 @@
 """Detect growth and describe suspects.
 
 Cheap counters are sampled during the run. In a search, the containers and autograd graphs that the
-run's objects reference are counted several times. Those that grew every time are suspects, with the
-path that leads to them.
+run's objects reference are counted several times. Those that grew every time are reported as
+suspects, with their paths.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class MemoryTrend:
     def __init__(self, min_bytes_per_step: float) -> None:
         self._min_bytes_per_step = min_bytes_per_step
         self._samples: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MAX_SAMPLES)
-        self.taken = 0
+        self.samples_taken = 0
 
     def add(self, step: int, counters: Mapping[str, float]) -> None:
         self._samples.append((step, counters))
-        self.taken += 1
+        self.samples_taken += 1
 
     def is_due(self) -> bool:
         """Return whether there are enough new samples for a test."""
-        return self.taken >= MIN_SAMPLES and self.taken % (MIN_SAMPLES // 2) == 0
+        return self.samples_taken >= MIN_SAMPLES and self.samples_taken % (MIN_SAMPLES // 2) == 0
 
     def growing(self) -> dict[str, float]:
         """Return the counters that grow without flattening, in bytes per step, fastest first."""
@@ -125,63 +125,63 @@ class Walk:
         self._found: dict[int, tuple[Any, int | None]] = {
             id(root): (root, None) for _, root in roots
         }
-        # Functions reference the namespaces of their modules.
+        # Skip module namespaces, which every function references.
         skipped = {id(vars(module)) for module in list(sys.modules.values()) if module is not None}
         skipped.add(id(excluded))
         queue = deque(root for _, root in roots)
         while queue and len(self._found) < limit:
-            thing = queue.popleft()
-            for held in _referents(thing):
+            holder = queue.popleft()
+            for held in _referents(holder):
                 key = id(held)
                 if key not in self._found and key not in skipped and not is_a(held, excluded_types):
-                    self._found[key] = held, id(thing)
+                    self._found[key] = held, id(holder)
                     queue.append(held)
 
     def objects(self) -> list[Any]:
-        return [thing for thing, _ in self._found.values()]
+        return [obj for obj, _ in self._found.values()]
 
     def tensors(self) -> list[Tensor]:
-        return [thing for thing in self.objects() if is_a(thing, Tensor)]
+        return [obj for obj in self.objects() if is_a(obj, Tensor)]
 
     def get(self, key: int) -> Any:
         """Return the object with this ``id``."""
         return self._found[key][0]
 
-    def describe(self, thing: Any) -> str:
+    def describe(self, obj: Any) -> str:
         """Return the path to an object, such as ``LitModel.layer._forward_hooks``."""
         chain = []
-        key: int | None = id(thing)
+        key: int | None = id(obj)
         while key is not None:
-            held, key = self._found[key]
-            chain.append(held)
+            link, key = self._found[key]
+            chain.append(link)
         chain.reverse()
         text, holder = self._names[id(chain[0])], chain[0]
         for held in chain[1:]:
             if held is not getattr(holder, "__dict__", None):
-                text += _step(holder, held)
+                text += _path_segment(holder, held)
                 holder = held
         # Write submodules as attributes.
         return re.sub(r"\._(?:modules|parameters|buffers)\['(.*?)'\]", r".\1", text)
 
 
-def _referents(thing: Any) -> Iterable[Any]:
-    if is_a(thing, ModuleType):
-        return list(vars(thing).values())
-    if is_a(thing, FrameType):  # without the frames that called it
-        return list(thing.f_locals.values())
-    return gc.get_referents(thing)
+def _referents(obj: Any) -> Iterable[Any]:
+    if is_a(obj, ModuleType):
+        return list(vars(obj).values())
+    if is_a(obj, FrameType):  # not its callers' frames
+        return list(obj.f_locals.values())
+    return gc.get_referents(obj)
 
 
-def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether the type of ``thing`` is a subclass of ``kinds``.
+def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether the type of ``obj`` is a subclass of ``kinds``.
 
-    Unlike ``isinstance`` this does not read ``thing.__class__``, which raises for a weak proxy
+    Unlike ``isinstance`` this does not read ``obj.__class__``, which raises for a weak proxy
     whose object is gone.
     """
-    return issubclass(type(thing), kinds)
+    return issubclass(type(obj), kinds)
 
 
-def _step(holder: Any, held: Any) -> str:
+def _path_segment(holder: Any, held: Any) -> str:
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         if value is held:
             return f".{name}"
@@ -201,7 +201,7 @@ def graph_size(tensor: Tensor, limit: int = 20_000) -> int:
         node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            stack.extend(following for following, _ in node.next_functions)
+            stack.extend(next_node for next_node, _ in node.next_functions)
     return len(seen)
 
 
@@ -209,25 +209,25 @@ TENSOR_BYTES = 500
 """Size of a tensor without its storage."""
 
 GRAPH_NODE_BYTES = 1000
-"""An estimate of the size of a node of autograd, whose saved tensors are not accessible."""
+"""Estimated size of an autograd node, whose saved tensors are not accessible."""
 
 
-def mean_size(things: Sequence[Any]) -> float:
-    """Return the mean bytes of objects with everything that they reference.
+def mean_size(objects: Sequence[Any]) -> float:
+    """Return the mean bytes of objects, including all that they reference.
 
-    The modules and parameters that they reference do not count.
+    Modules and parameters that they reference do not count.
     """
     walk = Walk(
-        [("", thing) for thing in things],
+        [("", obj) for obj in objects],
         excluded_types=(*CONSTANTS, nn.Module, nn.Parameter),
-        limit=400 * len(things),
+        limit=400 * len(objects),
     )
     tensors = walk.tensors()
     storages = {storage for tensor in tensors for storage in storages_of(tensor)}
-    total = sum(sys.getsizeof(thing, 64) for thing in walk.objects())
+    total = sum(sys.getsizeof(obj, 64) for obj in walk.objects())
     total += TENSOR_BYTES * len(tensors) + sum(storage.nbytes() for storage in storages)
     total += GRAPH_NODE_BYTES * sum(graph_size(tensor, 1000) for tensor in tensors)
-    return total / len(things)
+    return total / len(objects)
 
 
 # --- a search -------------------------------------------------------------------------------------
@@ -244,26 +244,26 @@ class Census:
 
 
 def take_census(step: int, epoch: int, walk: Walk) -> Census:
-    lengths = {id(thing): len(thing) for thing in walk.objects() if type(thing) in CONTAINERS}
+    lengths = {id(obj): len(obj) for obj in walk.objects() if type(obj) in CONTAINERS}
     return Census(step, epoch, lengths, max(map(graph_size, walk.tensors()), default=0))
 
 
-def growing_containers(counts: Sequence[Census], min_items_per_step: float) -> dict[int, float]:
-    """Return the ids of containers that grew between all counts, with items per step."""
+def growing_containers(censuses: Sequence[Census], min_items_per_step: float) -> dict[int, float]:
+    """Return the ids of containers that grew between all censuses, with items per step."""
     rates = {}
-    for key in counts[-1].lengths:
-        lengths = [count.lengths.get(key, -1) for count in counts]
-        rate = _growth(counts, lengths) if lengths[0] >= 0 else 0.0
+    for key in censuses[-1].lengths:
+        lengths = [census.lengths.get(key, -1) for census in censuses]
+        rate = _growth(censuses, lengths) if lengths[0] >= 0 else 0.0
         if rate >= min_items_per_step:
             rates[key] = rate
     return rates
 
 
-def _growth(counts: Sequence[Census], lengths: Sequence[int]) -> float:
-    """Return the growth per step; 0 unless every count is larger than the one before."""
+def _growth(censuses: Sequence[Census], lengths: Sequence[int]) -> float:
+    """Return the growth per step; 0 unless every length exceeds the previous one."""
     if any(b <= a for a, b in itertools.pairwise(lengths)):
         return 0.0
-    return (lengths[-1] - lengths[0]) / (counts[-1].step - counts[0].step)
+    return (lengths[-1] - lengths[0]) / (censuses[-1].step - censuses[0].step)
 
 
 Kind = Literal["graph", "container"]
@@ -308,8 +308,8 @@ class Suspect:
 
     def __str__(self) -> str:
         return (
-            f"{self.kind}: {self.where} grows by {self.per_step:.3g} {self.items} a step, "
-            f"{self.kb_per_step:.3g} KB a step."
+            f"{self.kind}: {self.where} grows by {self.per_step:.3g} {self.items} per step, "
+            f"{self.kb_per_step:.3g} KB per step."
         )
 
 
@@ -323,14 +323,16 @@ def user_modules() -> list[Root]:
     ]
 
 
-def find_suspects(counts: Sequence[Census], walk: Walk, min_bytes_per_step: float) -> list[Suspect]:
-    """Return at most five objects that grew between all counts, the fastest first.
+def find_suspects(
+    censuses: Sequence[Census], walk: Walk, min_bytes_per_step: float
+) -> list[Suspect]:
+    """Return at most five objects that grew between all censuses, the fastest first.
 
-    ``walk`` is that of the last count. Growth below ``min_bytes_per_step`` is ignored.
+    ``walk`` belongs to the last census. Growth below ``min_bytes_per_step`` is ignored.
     """
-    step = counts[-1].step
+    step = censuses[-1].step
     suspects = []
-    for key, rate in growing_containers(counts, MIN_ITEMS_PER_STEP).items():
+    for key, rate in growing_containers(censuses, MIN_ITEMS_PER_STEP).items():
         container = walk.get(key)
         items = _newest(container)
         bytes_per_step = rate * mean_size(items)
@@ -339,7 +341,7 @@ def find_suspects(counts: Sequence[Census], walk: Walk, min_bytes_per_step: floa
             kind: Kind = "graph" if with_graph else "container"
             where, item_type = walk.describe(container), type(items[-1]).__name__
             suspects.append(Suspect(kind, where, item_type, rate, bytes_per_step / 1024, step))
-    rate = _growth(counts, [count.graph_nodes for count in counts])
+    rate = _growth(censuses, [census.graph_nodes for census in censuses])
     if rate >= MIN_ITEMS_PER_STEP:
         tensor = max(walk.tensors(), key=graph_size)
         items_text = f"operations (now {graph_size(tensor):,})"

@@ -153,7 +153,7 @@ def warned() -> tuple[list[str], MemoryLogger]:
 @needs_heap
 def test_leak_warns_once_and_is_logged():
     (((message,), logger),) = launch(warned, processes=1)
-    assert "grows by 1 Tensor a step" in message
+    assert "grows by 1 Tensor per step" in message
     assert "detach()" in message
     assert logger.series("leaks/suspects")[-1] == 1
     # The graph of a step: activations of 4 rows in 32 + 32 + 1 units, and autograd's nodes.
