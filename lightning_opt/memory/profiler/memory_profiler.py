@@ -48,7 +48,7 @@ class MemoryProfiler(RunCallback):
     ``profile/peak_backward_mb``  peak of the backward pass
     ``profile/peak_optimizer_mb`` peak of the update
     ``profile/live_mb``           live memory after the step
-    ``profile/<category>_mb``     parts of live memory when it was largest between two phases:
+    ``profile/<category>_mb``     live memory by category at its largest reading between phases:
                                   parameters, gradients, optimizer, activations, other
     ``profile/resident_mb``       physical memory of the process
     ``profile/gc_pause_ms``       time of all garbage collections so far
@@ -86,7 +86,7 @@ class MemoryProfiler(RunCallback):
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.modules = modules
-        self._watch, self._step = ExitStack(), ExitStack()
+        self._run_stack, self._step_stack = ExitStack(), ExitStack()
         self._reset(torch.device("cpu"))
 
     def _reset(self, device: torch.device) -> None:
@@ -98,10 +98,10 @@ class MemoryProfiler(RunCallback):
 
     def _stop(self) -> None:
         self._end_step()
-        self._watch.close()
+        self._run_stack.close()
 
     def _end_step(self) -> None:
-        self._step.close()
+        self._step_stack.close()
         self._meter: PhaseMeter | None = None
         self._saved: SavedTensorCounter | None = None
         self._categories: MemoryCategories | None = None
@@ -110,10 +110,10 @@ class MemoryProfiler(RunCallback):
     # --- as a context manager -------------------------------------------------------------------
 
     def __enter__(self) -> MemoryProfiler:
-        """Start to profile, on the current CUDA device if CUDA is in use, else on the CPU."""
+        """Start profiling, on the current CUDA device if CUDA is in use, else on the CPU."""
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._reset(torch.device(f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"))
-        self._start_watching()
+        self._start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -144,7 +144,7 @@ class MemoryProfiler(RunCallback):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the peak of the code inside, as a phase of this name."""
+        """Measure the peak of the enclosed code as a phase called ``name``."""
         meter = PhaseMeter(self._device)
         self._phase = name
         try:
@@ -156,13 +156,13 @@ class MemoryProfiler(RunCallback):
     # --- as a callback --------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reset all data and start to profile."""
+        """Reset all data and start profiling."""
         self._reset(trainer.strategy.root_device)
-        self._start_watching()
+        self._start()
 
-    def _start_watching(self) -> None:
+    def _start(self) -> None:
         self.profile.source = live_source(self._device)
-        self._watch.enter_context(timing_collections(self.profile.pauses))
+        self._run_stack.enter_context(timing_collections(self.profile.pauses))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -176,41 +176,41 @@ class MemoryProfiler(RunCallback):
         self._categories = MemoryCategories(pl_module, trainer.optimizers, self._device)
         if self.modules and not self.profile.modules:
             self._saved = SavedTensorCounter(pl_module)
-            self._step.enter_context(self._saved.counting())
+            self._step_stack.enter_context(self._saved.counting())
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
                 # With manual optimization, another forward pass may follow the step.
-                hook = optimizer.register_step_post_hook(lambda *_: self._switch("forward", None))
-                self._step.callback(hook.remove)
+                hook = optimizer.register_step_post_hook(lambda *_: self._enter("forward", None))
+                self._step_stack.callback(hook.remove)
         self.record("step_start")
-        self._measure(pl_module, self._categories.replaceable())
+        self._start_meter(pl_module, self._categories.replaceable())
 
-    def _measure(self, pl_module: pl.LightningModule, held: Iterable[Tensor] = ()) -> None:
+    def _start_meter(self, pl_module: pl.LightningModule, held: Iterable[Tensor] = ()) -> None:
         self._meter = PhaseMeter(self._device, pl_module, held)
-        self._step.callback(self._meter.stop)
+        self._step_stack.callback(self._meter.stop)
         self.profile.exact = self._meter.exact
 
     def on_before_zero_grad(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Record the end of the forward pass, before old gradients are freed."""
-        self._switch("forward", "after_forward")
+        self._enter("forward", "after_forward")
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         """Record the start of the backward pass."""
-        self._switch("backward", "before_backward")
+        self._enter("backward", "before_backward")
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the end of the backward pass."""
-        self._switch("forward", "after_backward")
+        self._enter("forward", "after_backward")
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Record the start of an update."""
-        self._switch("optimizer", "before_optimizer")
+        self._enter("optimizer", "before_optimizer")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
@@ -218,7 +218,7 @@ class MemoryProfiler(RunCallback):
         """End a profiled step, and log it."""
         if self._meter is None or self._categories is None:
             return
-        self._switch("forward", "step_end")
+        self._enter("forward", "step_end")
         for phase, peak in self._peaks.items():
             self.profile.peaks[phase].append(peak)
         if self._saved is not None:
@@ -235,15 +235,15 @@ class MemoryProfiler(RunCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Start to measure the first batch of a validation."""
+        """Start measuring the first batch of a validation."""
         if self._is_fitting(trainer) and batch_idx == 0 and dataloader_idx == 0:
             self._phase = "validation"
-            self._measure(pl_module)
+            self._start_meter(pl_module)
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Add the peak of the first batch."""
+        """Record the peak of the first batch."""
         if self._meter is not None and self._is_fitting(trainer):
             self.profile.peaks["validation"].append(self._meter.mark())
             self._end_step()
@@ -251,21 +251,21 @@ class MemoryProfiler(RunCallback):
     def _is_fitting(self, trainer: pl.Trainer) -> bool:
         return self._steps > 0 and not trainer.sanity_checking and trainer.state.fn == "fit"
 
-    def _switch(self, next_phase: str, name: str | None) -> None:
+    def _enter(self, next_phase: str, record_name: str | None) -> None:
         ended, self._phase = self._phase, next_phase
         if self._meter is None:
             return
         self._peaks[ended] = max(self._peaks.get(ended, 0), self._meter.mark())
-        if name is not None:
-            self.record(name)
+        if record_name is not None:
+            self.record(record_name)
 
     def _log(self, trainer: pl.Trainer, peaks: dict[str, int]) -> None:
         last = self.profile.records[-1]
         values = {f"peak_{phase}_mb": peak / MB for phase, peak in peaks.items()}
         values["live_mb"], values["resident_mb"] = last.live / MB, last.resident / MB
-        of_step = (r for r in self.profile.records if r.step == last.step and r.parts is not None)
-        fullest = max(of_step, key=lambda record: record.live)
-        values |= {f"{name}_mb": part / MB for name, part in (fullest.parts or {}).items()}
+        records = (r for r in self.profile.records if r.step == last.step and r.parts is not None)
+        largest = max(records, key=lambda record: record.live)
+        values |= {f"{name}_mb": part / MB for name, part in (largest.parts or {}).items()}
         values["gc_pause_ms"] = 1e3 * sum(self.profile.pauses)
         if self._device.type == "cuda":
             reserved = torch.cuda.memory_reserved(self._device)
