@@ -1,4 +1,4 @@
-"""The callback: arguments, patches and their removal, planned operations, reports."""
+"""ActivationCheckpointing: arguments, patches, planned operations, reports."""
 
 import copy
 import pickle
@@ -121,7 +121,7 @@ def test_incompatible_models_and_strategies_raise() -> None:
 
 
 def without_forward(footprint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the one attribute that checkpointing sets."""
+    """Remove ``forward``, the only attribute that checkpointing sets."""
     modules = copy.deepcopy(footprint["modules"])
     for module in modules.values():
         if "forward" in module["attributes"]:
@@ -133,7 +133,7 @@ def without_forward(footprint: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", ["every_layer", "block", "selective", "auto"])
-def test_model_has_no_other_changes_during_and_after_the_fit(policy: str) -> None:
+def test_fit_changes_only_forward_and_restores_it(policy: str) -> None:
     plain, watched = Watch(), Watch()
     quiet_trainer(callbacks=[plain], max_steps=1).fit(Nested())
     model = Nested()
@@ -186,15 +186,15 @@ def test_forward_hooks_of_a_block_fire_once() -> None:
         assert len(calls) == 2
 
 
-def test_validation_recomputes_nothing() -> None:
+def test_forward_without_gradients_saves_nothing() -> None:
     model = Transformer()
     applied = AppliedPlan(every_layer(find_blocks(model)))
-    entered = []
+    saves = []
     for forward in applied.forwards:
-        forward.state.save = lambda: entered.append(1)  # type: ignore[method-assign]
+        forward.state.save = lambda: saves.append(1)  # type: ignore[method-assign]
     with torch.no_grad():
         model(torch.randn(1, 2, 8))
-    assert not entered
+    assert not saves
 
 
 @pytest.mark.parametrize("plan", [every_layer, lambda blocks: segments(blocks, 2)])
@@ -203,10 +203,10 @@ def test_checkpointed_model_can_be_copied_and_pickled(plan: Any) -> None:
     AppliedPlan(plan(find_blocks(model)))
     batch = torch.randn(2, 4, 8)
 
-    def gradients(of: Any) -> list[Tensor]:
-        of.zero_grad()
-        of.training_step(batch, 0).backward()
-        return [p.grad for p in of.parameters()]
+    def gradients(net: Any) -> list[Tensor]:
+        net.zero_grad()
+        net.training_step(batch, 0).backward()
+        return [p.grad for p in net.parameters()]
 
     expected = gradients(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -268,8 +268,8 @@ def backward_flops(model: Any, batch: Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-def repeated_flops(selection: Any, kept: frozenset[Any]) -> int:
-    """Return the operations that a recomputation takes if ``kept`` is kept."""
+def recomputed_flops(selection: Any, kept: frozenset[Any]) -> int:
+    """Return the FLOPs of recomputing the operators that are not in ``kept``."""
     return sum(op.flops for op in selection.repeated_operators() if op.key not in kept)
 
 
@@ -288,7 +288,7 @@ def test_backward_pass_runs_exactly_the_planned_operations(name: str) -> None:
 
     def check(*options: Option) -> int:
         planned = sum(
-            unit.calls * repeated_flops(run, option.kept)
+            unit.calls * recomputed_flops(run, option.kept)
             for unit, run, option in zip(profile.units, runs, options, strict=True)
             if option.kept is not None
         )
@@ -297,13 +297,14 @@ def test_backward_pass_runs_exactly_the_planned_operations(name: str) -> None:
             assert backward_flops(model, batch) - bare == planned
         return planned
 
-    recompute, keep, in_part = zip(*(unit.options for unit in profile.units), strict=True)
-    assert check(*keep) == check(*in_part) == 0
-    assert check(*recompute) > check(*in_part[:1], *recompute[1:]) > 0
-    check(*(three[i % 3] for i, three in enumerate(zip(keep, recompute, in_part, strict=True))))
+    recompute, keep, partial = zip(*(unit.options for unit in profile.units), strict=True)
+    assert check(*keep) == check(*partial) == 0
+    assert check(*recompute) > check(*partial[:1], *recompute[1:]) > 0
+    mixed = zip(keep, recompute, partial, strict=True)
+    check(*(options[i % 3] for i, options in enumerate(mixed)))
 
 
-def test_selective_policy_repeats_the_operators_it_does_not_keep() -> None:
+def test_selective_policy_recomputes_exactly_the_operators_it_does_not_keep() -> None:
     callback = ActivationCheckpointing("selective")
     model = Transformer()
     model.layers = nn.ModuleList(
@@ -315,10 +316,10 @@ def test_selective_policy_repeats_the_operators_it_does_not_keep() -> None:
     for min_flops in (None, 0.2, 0.3, 10**9):
         callback = ActivationCheckpointing("selective", min_flops=min_flops)
         callback.on_fit_start(None, model)  # type: ignore[arg-type]
-        backward_flops(model, batch)  # the first step records operators
+        backward_flops(model, batch)  # the first step records the operators
         extra.append(backward_flops(model, batch) - bare)
         selection = callback.blocks[0].modules[0].forward.selection
-        assert extra[-1] == 2 * repeated_flops(selection, selection.kept)
+        assert extra[-1] == 2 * recomputed_flops(selection, selection.kept)
         callback.release(None)
     assert extra[0] == 0
     assert extra == sorted(set(extra))
@@ -327,7 +328,7 @@ def test_selective_policy_repeats_the_operators_it_does_not_keep() -> None:
 @pytest.mark.parametrize(
     ("policy", "settings"), [("block", {"interval": 2}), ("auto", {"budget": 0.7})]
 )
-def test_description_agrees_with_the_log(policy: str, settings: dict[str, Any]) -> None:
+def test_description_matches_the_logged_values(policy: str, settings: dict[str, Any]) -> None:
     callback = ActivationCheckpointing(policy, strict=False, **settings)
     logger = MemoryLogger()
     warnings_of(
