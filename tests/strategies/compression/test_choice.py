@@ -1,4 +1,4 @@
-"""The ramp, and the choice by trial, in real processes over simulated links."""
+"""Top-K's ramp, and the trials of ``"auto"`` in real processes over simulated links."""
 
 import os
 from types import SimpleNamespace
@@ -37,28 +37,28 @@ from tests.strategies.runs import (
 )
 
 SECONDS_PER_BYTE = 3e-5
-"""Of the slow link: 33 KB per second, so that the 10 KB of gradients take 0.3 s."""
+"""The slow link carries 33 KB per second: the 10 KB of gradients take 0.3 s."""
 
-WARM = 2 + UNTIMED_STEPS + TIMED_STEPS
-"""Uncompressed steps: the warm-up, and their own trial."""
+UNCOMPRESSED = 2 + UNTIMED_STEPS + TIMED_STEPS
+"""Steps of the warm-up and of the trial without compression."""
 
 TRIALS = 3 * (UNTIMED_STEPS + TIMED_STEPS)
 """Steps of the trials of int8, int4 and Top-K."""
 
-TOPK = 3.0
+TOPK = 3.0  # as logged in comm/mode
 
 INT8, INT4 = "Quantize(bits=8, block=1024)", "Quantize(bits=4, block=1024)"
 
 
 class SlowLink:
-    """Simulates the time of gradients on a network, with a fake clock.
+    """A fake clock that advances by the time that messages take on a simulated network.
 
-    The clock stands still during the backward pass, while messages travel one after the other, and
-    advances to the arrival of the last one before the next step.
+    Messages are sent one after the other. The clock is constant during the backward pass, and
+    advances to the arrival of the last message before the next step.
 
     Args:
-        patch: Restores the functions.
-        seconds_per_byte: Of the network.
+        patch: Patches the clock and the collectives.
+        seconds_per_byte: Time to send a byte.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class SlowLink:
         return self.now
 
     def _slowed(self, collective: Any, sent: int) -> Any:
-        """Return the collective, whose argument number ``sent`` travels slowly."""
+        """Return a collective that delays the arrival of argument number ``sent``."""
 
         def call(*arguments: Any, **rest: Any) -> Any:
-            if arguments[sent].dtype is not torch.float64:  # not a maximum over ranks
+            if arguments[sent].dtype is not torch.float64:  # float64 is a maximum over ranks
                 seconds = self._seconds_per_byte * arguments[sent].nbytes
                 self.arrival = max(self.now, self.arrival) + seconds
             return collective(*arguments, **rest)
@@ -87,7 +87,7 @@ class SlowLink:
         return call
 
 
-def chooser(**settings: Any) -> KeptResiduals:
+def auto_ddp(**settings: Any) -> KeptResiduals:
     settings = {
         "warmup_steps": 2,
         "ramp_steps": 0,
@@ -96,10 +96,10 @@ def chooser(**settings: Any) -> KeptResiduals:
         "every_n_steps": 1,
         **settings,
     }
-    return ExactChoice("auto", **settings)
+    return AutoWithoutBfloat16("auto", **settings)
 
 
-class ExactChoice(KeptResiduals):
+class AutoWithoutBfloat16(KeptResiduals):
     """Does not try bfloat16, whose rounding has no error feedback."""
 
     def _register_ddp_hooks(self) -> None:
@@ -116,7 +116,7 @@ def run(model: LightningModule, strategy: Any, steps: range, **settings: Any) ->
     return modes[0]
 
 
-def assert_balance(model: Ledger, strategy: KeptResiduals, steps: int) -> None:
+def assert_conserved(model: Ledger, strategy: KeptResiduals, steps: int) -> None:
     assert_nothing_is_lost(model, strategy, expected(range(steps), dist_world(), model))
 
 
@@ -128,7 +128,7 @@ def assert_balance(model: Ledger, strategy: KeptResiduals, steps: int) -> None:
     [
         ([1.0, 0.95, 0.91], 0),  # no scheme saves 10%
         ([1.0, 0.85, 0.8], 1),
-        ([1.0, 0.85, 0.7], 1),  # the last one must save 25% of the second's time
+        ([1.0, 0.85, 0.7], 1),  # the third must save 25% of the second's time
         ([1.0, 0.85, 0.6], 2),
         ([1.0, 1.2, 0.7], 2),
     ],
@@ -137,8 +137,8 @@ def test_gentlest_scheme_that_pays_is_chosen(seconds, chosen):
     assert gentlest_that_pays(seconds, [0.1, 0.1, 0.25]) == chosen
 
 
-def test_only_timed_steps_of_each_trial_count(monkeypatch):
-    """The warm-up and the first steps of a trial take much longer."""
+def test_choice_ignores_untimed_steps(monkeypatch):
+    """The warm-up and the first steps of each trial are much slower."""
     now, warmup, length = 0.0, 3, UNTIMED_STEPS + TIMED_STEPS
     monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: now))
     schemes = [None, Quantize(8), TopK(0.3)]
@@ -170,7 +170,7 @@ def test_ramp_sends_fewer_elements_stage_by_stage(compressor, steps, planned, ra
     ramp.set_length(planned)
     sent = [ramp.next() for _ in range(max(ratios) + 1)]
     assert {step: sent[step].ratio for step in ratios} == ratios
-    # One object per stage: a new one would need new buffers.
+    # One object per stage, because a new object needs new buffers.
     assert len(set(map(id, sent))) <= len(ramp.stages) + 1
     assert Ramp(Quantize(), None).next().bits == 8
 
@@ -178,14 +178,14 @@ def test_ramp_sends_fewer_elements_stage_by_stage(compressor, steps, planned, ra
 # --- a fast link ----------------------------------------------------------------------------------
 
 
-def _fast() -> None:
+def _choice_on_fast_link() -> None:
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch, 0.0)
-        model, strategy = Ledger(), chooser()
-        steps = WARM + TRIALS + 5
+        model, strategy = Ledger(), auto_ddp()
+        steps = UNCOMPRESSED + TRIALS + 5
         modes = run(model, strategy, range(steps))
-        assert modes[:WARM] == [0.0] * WARM
-        assert modes[WARM + TRIALS :] == [0.0] * 5
+        assert modes[:UNCOMPRESSED] == [0.0] * UNCOMPRESSED
+        assert modes[UNCOMPRESSED + TRIALS :] == [0.0] * 5
         assert same_on_all_ranks(model)
         accounts = expected(range(steps), dist_world(), model)
         for weight, account in zip(model.weights, accounts, strict=True):
@@ -201,12 +201,12 @@ def _fast() -> None:
 
 
 def _unused_on_one_rank() -> None:
-    """From the choice on, rank 1 does not use a parameter, and keeps its residual of the trials."""
-    chosen, steps = WARM + TRIALS, WARM + TRIALS + 5
+    """After the choice, rank 1 stops using a parameter, and keeps its residual of the trials."""
+    chosen, steps = UNCOMPRESSED + TRIALS, UNCOMPRESSED + TRIALS + 5
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch, 0.0)
         model = Ledger(lambda step, rank, index: step >= chosen and rank == index == 1)
-        strategy = chooser(find_unused_parameters=True)
+        strategy = auto_ddp(find_unused_parameters=True)
         modes = run(model, strategy, range(steps))
     assert modes[chosen:] == [0.0] * 5
     assert strategy.kept["weights.1"].any()
@@ -232,15 +232,15 @@ class Sparse(LightningModule):
 
 
 def _same_as_ddp() -> None:
-    for kind, steps in ((Ledger, WARM), (Sparse, WARM + 3)):
+    for kind, steps in ((Ledger, UNCOMPRESSED), (Sparse, UNCOMPRESSED + 3)):
         models = kind(), kind()
-        for model, strategy in zip(models, ("ddp", chooser()), strict=True):
+        for model, strategy in zip(models, ("ddp", auto_ddp()), strict=True):
             fit(model, strategy, range(steps))
         assert_same_weights(*models)
 
 
 def _fast_link() -> None:
-    _fast()
+    _choice_on_fast_link()
     _unused_on_one_rank()
     _same_as_ddp()
 
@@ -253,27 +253,27 @@ def test_uncompressed_is_chosen_on_a_fast_link_and_equals_ddp():
 # --- a slow link ----------------------------------------------------------------------------------
 
 
-class LedgerOfAdam(Ledger):
+class AdamLedger(Ledger):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
 
 
-def _slow() -> list[str]:
+def _choice_on_slow_link() -> list[str]:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "rank_zero_info", lines.append)
-        SlowLink(patch)  # so slow that Top-K is far ahead of int4
-        model, strategy = Ledger(), chooser()
-        steps = WARM + TRIALS + 10
+        SlowLink(patch)  # so slow that Top-K is far faster than int4
+        model, strategy = Ledger(), auto_ddp()
+        steps = UNCOMPRESSED + TRIALS + 10
         modes = run(model, strategy, range(steps))
-        assert modes[:WARM] == [0.0] * WARM
-        assert modes[WARM + TRIALS :] == [TOPK] * 10
-        assert_balance(model, strategy, steps)
+        assert modes[:UNCOMPRESSED] == [0.0] * UNCOMPRESSED
+        assert modes[UNCOMPRESSED + TRIALS :] == [TOPK] * 10
+        assert_conserved(model, strategy, steps)
         assert [row["chosen"] for row in strategy.describe().rows] == [False] * 3 + [True]
-        # Neither second moments nor clipping of reduced gradients work with late gradients.
-        for kind, callbacks in ((LedgerOfAdam, []), (Ledger, [lo.AdaptiveClipping()])):
-            strategy = chooser()
-            assert TOPK not in run(kind(), strategy, range(WARM + 17), callbacks=callbacks)
+        # Adam and AdaptiveClipping exclude Top-K, which sends gradients late.
+        for kind, callbacks in ((AdamLedger, []), (Ledger, [lo.AdaptiveClipping()])):
+            strategy = auto_ddp()
+            assert TOPK not in run(kind(), strategy, range(UNCOMPRESSED + 17), callbacks=callbacks)
             found = [row["scheme"] for row in strategy.describe().rows]
             assert found == ["uncompressed", INT8, INT4]
     return lines
@@ -281,7 +281,7 @@ def _slow() -> list[str]:
 
 @pytest.mark.distributed
 def test_top_k_is_chosen_on_a_slow_link():
-    for lines in launch(_slow, processes=3):
+    for lines in launch(_choice_on_slow_link, processes=3):
         assert len([line for line in lines if "Chosen: " in line]) == 3
 
 
@@ -289,11 +289,12 @@ def _ramped() -> None:
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch)
         # Half of the 144 steps are the ramp, in two stages.
-        logger, model, strategy = MemoryLogger(), Ledger(), chooser(ratio=0.05, ramp_steps=None)
+        logger, model = MemoryLogger(), Ledger()
+        strategy = auto_ddp(ratio=0.05, ramp_steps=None)
         fit(model, strategy, range(144), logger=logger, log_every_n_steps=1)
-        assert_balance(model, strategy, 144)
+        assert_conserved(model, strategy, 144)
         if dist.get_rank() == 0:
-            sent = logger.series("comm/bytes")[WARM + TRIALS - TIMED_STEPS :]
+            sent = logger.series("comm/bytes")[UNCOMPRESSED + TRIALS - TIMED_STEPS :]
             trial, ramp = sent[:TIMED_STEPS], sent[TIMED_STEPS:]
             assert set(trial) == set(ramp[72:])
             assert len(set(ramp[:36])) == len(set(ramp[36:72])) == 1
@@ -305,13 +306,13 @@ def _ramp_and_slow_rank() -> str:
     _ramped()
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch, SECONDS_PER_BYTE * int(os.environ["RANK"]))
-        strategy = chooser()
-        fit(Ledger(), strategy, range(WARM + TRIALS + 2))
+        strategy = auto_ddp()
+        fit(Ledger(), strategy, range(UNCOMPRESSED + TRIALS + 2))
         return strategy.describe().notes[0]
 
 
 @pytest.mark.distributed
-def test_slowest_rank_decides_and_ramp_comes_after_the_trials():
+def test_ramp_follows_the_trials_and_slowest_rank_decides():
     first, second = launch(_ramp_and_slow_rank)
     assert first == second
     assert first.endswith("Chosen: TopK(ratio=0.01).")
@@ -320,19 +321,19 @@ def test_slowest_rank_decides_and_ramp_comes_after_the_trials():
 # --- resume ---------------------------------------------------------------------------------------
 
 
-STOP = WARM + TRIALS + 4
+STOP = UNCOMPRESSED + TRIALS + 4
 
 
 def _first_half(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch)
-        fit(Ledger(), chooser(), range(STOP), callbacks=[SaveAtEnd(path)])
+        fit(Ledger(), auto_ddp(), range(STOP), callbacks=[SaveAtEnd(path)])
 
 
 def _second_half(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        SlowLink(patch, 0.0)  # a new choice would be another one
-        strategy, model = chooser(), Ledger()
+        SlowLink(patch, 0.0)  # new trials would choose another scheme
+        strategy, model = auto_ddp(), Ledger()
         batches = range(STOP, 2 * STOP)
         modes = run(model, strategy, batches, ckpt_path=path, max_epochs=2)
     assert modes == [TOPK] * STOP
