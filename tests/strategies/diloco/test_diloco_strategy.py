@@ -53,8 +53,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 NAMES = [f"layer.{place}.{kind}" for place in (0, 2, 4, 6) for kind in ("weight", "bias")]
 
 
-def _like_the_simulation(settings: dict[str, Any], names: Any, nan_at: Any) -> None:
-    class Planted(Callback):
+def _assert_equals_simulation(settings: dict[str, Any], names: Any, nan_at: Any) -> None:
+    class PlantNaN(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             if nan_at == (trainer.global_step, trainer.global_rank):
                 with torch.no_grad():
@@ -63,29 +63,29 @@ def _like_the_simulation(settings: dict[str, Any], names: Any, nan_at: Any) -> N
 
     model = Net()
     strategy = lo.DiLoCoStrategy(**settings, compression="float32")
-    fit(model, strategy, precision="64-true", callbacks=[Planted()])
+    fit(model, strategy, precision="64-true", callbacks=[PlantNaN()])
     assert same_on_all_ranks(model)
     algorithm = {**settings, "fragments": names, "nan_at": nan_at, "replicas": dist_world()}
     assert_equals_simulation(model, Net(), loss_of, adamw, steps=STEPS, **algorithm)
 
 
-def _references() -> None:
-    _like_the_simulation(WINDOW, None, None)
-    _like_the_simulation({"sync_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}, None, None)
+def _simulations() -> None:
+    _assert_equals_simulation(WINDOW, None, None)
+    _assert_equals_simulation({"sync_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}, None, None)
     streaming = {**WINDOW, "sync_every": 6, "fragments": 3}
-    # Whole parameters, by the third of the 111 elements in which their middle lies.
-    cuts = [NAMES[:1], NAMES[1:3], NAMES[3:]]
-    _like_the_simulation({**streaming, "delay": 0}, cuts, None)
-    _like_the_simulation({**streaming, "delay": 3}, cuts, None)
-    _like_the_simulation(WINDOW, None, (9, 1))
+    # A parameter belongs to the third of the 111 elements that contains its middle.
+    names = [NAMES[:1], NAMES[1:3], NAMES[3:]]
+    _assert_equals_simulation({**streaming, "delay": 0}, names, None)
+    _assert_equals_simulation({**streaming, "delay": 3}, names, None)
+    _assert_equals_simulation(WINDOW, None, (9, 1))
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_training_equals_the_published_algorithm(processes):
-    launch(_references, processes=processes)
+    launch(_simulations, processes=processes)
 
 
-# --- the same on all ranks ---------------------------------------------------------------------
+# --- resume and features of Lightning ----------------------------------------------------------
 
 STREAMING = {**WINDOW, "sync_every": 6, "fragments": 3, "delay": 3, "compression": "int4"}
 
@@ -100,7 +100,7 @@ def _resume(folder: str) -> None:
     assert same_on_all_ranks(second)
 
 
-def _resume_elsewhere(folder: str) -> Any:
+def _resume_with_other_ranks(folder: str) -> Any:
     model = Net()
     at_start: list[dict[str, Tensor]] = []
     start = LambdaCallback(on_train_start=lambda _, module: at_start.append(weights_of(module)))
@@ -117,8 +117,8 @@ def _resume_elsewhere(folder: str) -> Any:
 
 def test_resume_is_bit_exact_and_works_at_other_numbers_of_ranks(tmp_path):
     launch(_resume, str(tmp_path))
-    launch(_resume_elsewhere, str(tmp_path), processes=3)
-    launch(_resume_elsewhere, str(tmp_path), processes=1)
+    launch(_resume_with_other_ranks, str(tmp_path), processes=3)
+    launch(_resume_with_other_ranks, str(tmp_path), processes=1)
 
 
 class SameState(Callback):
@@ -135,8 +135,8 @@ class SameState(Callback):
         self.validation.append(same_on_all_ranks(module))
 
 
-class Parts(Net):
-    """Tied weights, a layer that is frozen in epoch 0, BatchNorm, a mask, an averaged teacher."""
+class UnusualNet(Net):
+    """Tied weights, a layer frozen in epoch 0, BatchNorm, a mask, an EMA teacher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,11 +158,11 @@ class Parts(Net):
         self.frozen.requires_grad_(self.current_epoch > 0)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.teacher.weight.data.lerp_(self.tied.weight.data, 0.1)  # a common way
+        self.teacher.weight.data.lerp_(self.tied.weight.data, 0.1)  # through .data, as is common
 
 
-def _parts(settings: dict[str, Any]) -> None:
-    model, states = Parts(), SameState()
+def _unusual_net(settings: dict[str, Any]) -> None:
+    model, states = UnusualNet(), SameState()
     frozen, teacher = model.frozen.weight.clone(), model.teacher.weight.clone()
     fit(
         model,
@@ -183,10 +183,10 @@ def _parts(settings: dict[str, Any]) -> None:
     assert not model.norm.running_mean.equal(torch.zeros(6))
 
 
-def _by_hand() -> None:
-    """Two optimizers in turn: each of their steps counts, as ``trainer.global_step`` does."""
+def _two_optimizers() -> None:
+    """With two optimizers, windows count the steps of both, as ``trainer.global_step`` does."""
 
-    class ByHand(Net):
+    class TwoOptimizers(Net):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
@@ -206,25 +206,25 @@ def _by_hand() -> None:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
-    def alternating(one: nn.Module, step: int, replica: int) -> Tensor:
-        for place, parameter in enumerate(one.parameters()):
+    def alternating(net: nn.Module, step: int, replica: int) -> Tensor:
+        for place, parameter in enumerate(net.parameters()):
             parameter.requires_grad_(place % 2 == step % 2)
-        return loss_of(one, step // 2, replica)
+        return loss_of(net, step // 2, replica)
 
-    model = ByHand()
+    model = TwoOptimizers()
     fit(model, lo.DiLoCoStrategy(**WINDOW, compression="float32"), precision="64-true")
     assert_equals_simulation(model, Net(), alternating, sgd, steps=2 * STEPS, **WINDOW)
 
 
-def _in_windows() -> None:
+def _accumulation() -> None:
     """With accumulation, windows count optimizer steps."""
 
-    def pair(one: nn.Module, step: int, replica: int) -> Tensor:
-        return (loss_of(one, 2 * step, replica) + loss_of(one, 2 * step + 1, replica)) / 2
+    def mean_of_two(net: nn.Module, step: int, replica: int) -> Tensor:
+        return (loss_of(net, 2 * step, replica) + loss_of(net, 2 * step + 1, replica)) / 2
 
     model, strategy = Net(), lo.DiLoCoStrategy(**WINDOW, compression="float32")
     fit(model, strategy, precision="64-true", accumulate_grad_batches=2)
-    assert_equals_simulation(model, Net(), pair, adamw, steps=STEPS // 2, **WINDOW)
+    assert_equals_simulation(model, Net(), mean_of_two, adamw, steps=STEPS // 2, **WINDOW)
 
 
 def _precisions() -> None:
@@ -241,27 +241,27 @@ def _precisions() -> None:
     assert all(weight.isfinite().all() for weight in model.parameters())
 
 
-def _everything() -> None:
-    _parts({"sync_every": 4})
-    _parts(STREAMING)
-    _by_hand()
-    _in_windows()
+def _features() -> None:
+    _unusual_net({"sync_every": 4})
+    _unusual_net(STREAMING)
+    _two_optimizers()
+    _accumulation()
     _precisions()
 
 
-def test_features_of_lightning_work():
-    launch(_everything)
+def test_frozen_layers_two_optimizers_accumulation_and_precisions_work():
+    launch(_features)
 
 
-def _nodes() -> None:
-    """Two machines of two processes each: DDP within, DiLoCo between."""
+def _two_machines() -> None:
+    """Two machines of two processes: DDP within a machine, DiLoCo between machines."""
     rank = int(os.environ["RANK"])
     os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
 
-    def of_node(one: nn.Module, step: int, replica: int) -> Tensor:
+    def machine_loss(net: nn.Module, step: int, replica: int) -> Tensor:
         inputs, targets = (t[12 * step : 12 * (step + 1)] for t in batches_of(STEPS, 12).tensors)
         losses = [
-            nn.functional.mse_loss(one.layer(inputs[r::4].double()), targets[r::4].double())  # type: ignore[operator]
+            nn.functional.mse_loss(net.layer(inputs[r::4].double()), targets[r::4].double())  # type: ignore[operator]
             for r in (2 * replica, 2 * replica + 1)
         ]
         return sum(losses) / 2  # type: ignore[return-value]
@@ -270,17 +270,19 @@ def _nodes() -> None:
         model, strategy = Net(), lo.DiLoCoStrategy(**WINDOW, delay=delay, compression="float32")
         fit(model, strategy, precision="64-true", num_nodes=2)
         assert same_on_all_ranks(model)
-        assert_equals_simulation(model, Net(), of_node, adamw, steps=STEPS, delay=delay, **WINDOW)
+        assert_equals_simulation(
+            model, Net(), machine_loss, adamw, steps=STEPS, delay=delay, **WINDOW
+        )
 
 
-def test_processes_of_a_machine_train_with_ddp():
-    launch(_nodes, processes=4)
+def test_processes_within_a_machine_train_with_ddp():
+    launch(_two_machines, processes=4)
 
 
-def _restored() -> None:
+def _restore_weights() -> None:
     """One rank restores its weights while a fragment is in flight; then a second fit."""
 
-    class Back(Callback):
+    class RestoreWeights(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_step != 5 or trainer.global_rank != 1:
                 return
@@ -293,17 +295,17 @@ def _restored() -> None:
                     assert parameter.abs().max() < 9
 
     model = Net()
-    trainer = fit(model, lo.DiLoCoStrategy(**STREAMING), callbacks=[Back()])
+    trainer = fit(model, lo.DiLoCoStrategy(**STREAMING), callbacks=[RestoreWeights()])
     before = weights_of(model)
     trainer.fit_loop.max_epochs += 1
     trainer.fit(model)
     assert same_on_all_ranks(model)
     assert not torch.equal(before["layer.0.weight"], model.layer[0].weight)  # type: ignore[index]
-    assert len(trainer.callbacks) == 1  # ours is in the list only during a fit
+    assert len(trainer.callbacks) == 1  # the strategy's own callback is removed after a fit
 
 
-def test_restored_weights_and_second_fit():
-    launch(_restored)
+def test_ranks_stay_equal_after_restored_weights_and_in_a_second_fit():
+    launch(_restore_weights)
 
 
 def _log() -> Any:
@@ -355,8 +357,8 @@ def test_single_process_trains_like_ddp_and_lbfgs_raises():
     launch(_single_process, processes=1)
 
 
-class Stops(Callback):
-    """Ends rank 1 in the middle of a window, with a fragment in flight."""
+class EndRank1(Callback):
+    """Ends rank 1 within a window, while a fragment is in flight."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -369,10 +371,10 @@ class Stops(Callback):
 
 
 def _lose_a_replica(code: int) -> None:
-    fit(Net(), lo.DiLoCoStrategy(**STREAMING), callbacks=[Stops(code)])
+    fit(Net(), lo.DiLoCoStrategy(**STREAMING), callbacks=[EndRank1(code)])
 
 
 @pytest.mark.parametrize("code", [3, 1])
-def test_lost_replica_ends_the_others(code):
+def test_lost_replica_ends_the_other_processes(code):
     with pytest.raises(AssertionError, match=rf"(?s)rank 0 ended with 1.*rank 1 ended with {code}"):
         launch(_lose_a_replica, code)
