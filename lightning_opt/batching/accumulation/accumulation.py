@@ -46,7 +46,7 @@ UNITS = ("batches", "samples", "tokens")
 
 
 class Accumulation(RunCallback):
-    """Accumulates the gradients of several batches into exactly that of one large batch.
+    """Accumulates the gradients of several batches into the exact gradient of one large batch.
 
     Lightning divides each batch's loss by ``accumulate_grad_batches``, which gives the mean of
     means: a batch of 2 samples counts as much as one of 32, a short window at the end of an epoch
@@ -80,8 +80,8 @@ class Accumulation(RunCallback):
             ``setup`` under manual optimisation and DeepSpeed, with ``dataloader_iter``, or if the
             Trainer or a GradientAccumulationScheduler sets the number of batches too. In
             ``on_fit_start`` for LBFGS.
-        RuntimeError: While training, for an optimizer that evaluates the loss several times per
-            step, with windows of several batches.
+        RuntimeError: While training, if the optimizer evaluates the loss several times per step
+            and a window has several batches.
         UnsplittableBatchError: While training, for a batch whose samples cannot be counted.
 
     Example:
@@ -133,7 +133,7 @@ class Accumulation(RunCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._unit = 0.0  # weight of the run's first batch, as a mean over ranks
+        self._first_weight = 0.0  # mean weight over ranks of the run's first batch
         self._start, self._length, self._is_open = 0, 1, False  # the window
         self._window_weight: Scalar = 0.0  # of the window's batches so far
         self._earlier_weight: Scalar = 0.0  # of the batches before the current one
@@ -150,7 +150,7 @@ class Accumulation(RunCallback):
             return
         self.release(trainer)
         counts = self._count is not None or self.normalize != "batches"
-        _check(trainer, pl_module, counts, bool(self.accumulates_by))
+        _check(trainer, pl_module, counts, sets_length=bool(self.accumulates_by))
         self._trainer, self._stack = trainer, ExitStack()
         if not self.accumulates_by:
             return
@@ -159,10 +159,10 @@ class Accumulation(RunCallback):
             # Makes `estimated_stepping_batches` correct for a fixed number of batches.
             trainer.accumulate_grad_batches = self._batches_at(0)
         else:
-            self._stack.enter_context(intercepted_loaders(trainer, self._follow_loader))
+            self._stack.enter_context(intercepted_loaders(trainer, self._set_length_from))
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Discard the window of another model."""
+        """Reset the state of another model."""
         self._reset()
 
     def _batches_at(self, step: int) -> int:
@@ -170,7 +170,7 @@ class Accumulation(RunCallback):
         entries = reversed(self.schedule.items())
         return next((batches for first_step, batches in entries if first_step <= step), 1)
 
-    def _follow_loader(self, loader: Any) -> None:
+    def _set_length_from(self, loader: Any) -> None:
         trainer = self._trainer
         assert trainer is not None
         assert self.effective_batch is not None
@@ -183,7 +183,7 @@ class Accumulation(RunCallback):
         raise_if_lbfgs("Accumulation", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replace Lightning's rules for the window's end, the loss and zeroing gradients."""
+        """Replace Lightning's window end, loss weights and zeroing of gradients."""
         loop = trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
         self._device = trainer.strategy.root_device
@@ -206,33 +206,33 @@ class Accumulation(RunCallback):
         assert self._stack is not None
         self._stack.enter_context(replaced(loop, _accumulated_batches_reached=self._is_complete))
         self._stack.enter_context(
-            replaced(optimization, _make_step_fn=self._step_function, _make_zero_grad_fn=self._zero)
+            replaced(optimization, _make_step_fn=self._step_fn, _make_zero_grad_fn=self._zero_fn)
         )
 
     # --- the window -----------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Close the last window, because Lightning steps at the end of an epoch."""
+        """Close the previous epoch's window: Lightning steps at the end of an epoch."""
         self._is_open = False
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a window if the last one has ended, and count the batch."""
+        """Begin a window if the last one has ended, and weigh the batch."""
         if self._split_check is not None:
             self._split_check.check_batch(trainer, pl_module, batch, batch_idx)
         if not self._is_open or batch_idx - self._start >= self._length:
             self._begin_window(trainer, batch_idx)
-        self._earlier_weight, self._evaluated = self._window_weight, False
+        self._earlier_weight, self._has_run_backward = self._window_weight, False
         if self._count is not None:
             self._batch_weight = count_with(self._count, batch)
         elif self.normalize == "batches":
             self._batch_weight = 1.0
         else:
             self._batch_weight = count_samples(self._splitter, batch, has_several_loaders(trainer))
-        if self._unit == 0.0:  # equal on all ranks; set once per run
+        if self._first_weight == 0.0:  # equal on all ranks; set once per run
             total, world = self._sum_over_ranks(trainer, self._batch_weight)
-            self._unit = float(total) / world or 1.0
+            self._first_weight = float(total) / world or 1.0
 
     def _begin_window(self, trainer: pl.Trainer, batch_idx: int) -> None:
         length = trainer.accumulate_grad_batches
@@ -250,14 +250,14 @@ class Accumulation(RunCallback):
         ready: int = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return ready - self._start >= self._length
 
-    def _zero(self, batch_idx: int, optimizer: Optimizer) -> Any:
+    def _zero_fn(self, batch_idx: int, optimizer: Optimizer) -> Any:
         if batch_idx != self._start:
             return None
         with replaced(self._trainer, accumulate_grad_batches=1):
             return self._make_zero_grad(batch_idx, optimizer)
 
-    def _step_function(self, kwargs: OrderedDict[str, Any]) -> Callable[[], Any]:
-        step, weight = self._make_step(kwargs), self._batch_weight / self._unit
+    def _step_fn(self, kwargs: OrderedDict[str, Any]) -> Callable[[], Any]:
+        step, weight = self._make_step(kwargs), self._batch_weight / self._first_weight
         if not isinstance(weight, Tensor) and weight == 1.0:
             return step  # type: ignore[no-any-return]
 
@@ -273,11 +273,11 @@ class Accumulation(RunCallback):
         """Add the batch's weight. At the window's end, average the gradients."""
         if self._make_step is None:
             return
-        if self._evaluated and trainer.fit_loop.batch_idx > self._start:
+        if self._has_run_backward and trainer.fit_loop.batch_idx > self._start:
             raise RuntimeError(
                 "The optimizer evaluates the loss several times per step, which Accumulation "
-                f"supports only with one batch per step; this window has {self._length}. Leave "
-                "accumulation out, or use another optimizer."
+                f"supports only with one batch per step; this window has {self._length}. "
+                "Remove Accumulation, or use another optimizer."
             )
         if self._split_check is not None:
             self._split_check.report()
@@ -286,7 +286,7 @@ class Accumulation(RunCallback):
         self._unaveraged += 1
         if not trainer.fit_loop._should_accumulate():
             self._average(trainer)
-        self._evaluated = True
+        self._has_run_backward = True
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -303,9 +303,9 @@ class Accumulation(RunCallback):
 
     @torch.no_grad()
     def _average(self, trainer: pl.Trainer) -> None:
-        # Gradients are now the mean over ranks of the sum of `weight / unit * gradient`, divided by
-        # `accumulate_grad_batches`. Under float16, they are also multiplied by the loss scale.
-        expected = trainer.accumulate_grad_batches * self._unit
+        # Gradients are now the mean over ranks of the sum of `weight / first_weight * gradient`,
+        # divided by `accumulate_grad_batches`, and under float16 multiplied by the loss scale.
+        expected = trainer.accumulate_grad_batches * self._first_weight
         total, world = self._sum_over_ranks(trainer, self._window_weight)
         factor = quotient(world * expected, total)
         self._unaveraged = 0
@@ -348,7 +348,7 @@ class Accumulation(RunCallback):
                 if parameter.grad is not None
             }
         return {
-            "unit": self._unit,
+            "unit": self._first_weight,
             "start": self._start,
             "length": self._length,
             "open": self._is_open,
@@ -359,29 +359,29 @@ class Accumulation(RunCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
-        self._unit, self._window_weight = state_dict["unit"], state_dict["total"]
+        self._first_weight, self._window_weight = state_dict["unit"], state_dict["total"]
         self._start, self._length = state_dict["start"], state_dict["length"]
         self._is_open, self._unaveraged = state_dict["open"], state_dict["counted"]
         self._restored_gradients = dict(state_dict["gradients"])
 
 
 def _check(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, accumulates_by: bool
+    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, sets_length: bool
 ) -> None:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-    if accumulates_by and (scheduled or trainer.accumulate_grad_batches != 1):
+    if sets_length and (scheduled or trainer.accumulate_grad_batches != 1):
         other = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
         if scheduled:
             other = "GradientAccumulationScheduler"
         raise ValueError(
-            f"{other} and Accumulation both set the number of batches per step. Leave one out: "
-            "Accumulation without schedule and effective_batch follows the Trainer."
+            f"{other} and Accumulation both set the number of batches per step. Remove one: "
+            "Accumulation without schedule and effective_batch uses the Trainer's."
         )
     if not pl_module.automatic_optimization:
         raise ValueError(
             "Accumulation does not work under manual optimisation, where training_step itself "
-            "decides when to step. Use lightning_opt.GradientAccumulator there."
+            "steps the optimizers. Use lightning_opt.GradientAccumulator there."
         )
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         raise ValueError(

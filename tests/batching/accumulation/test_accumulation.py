@@ -1,4 +1,4 @@
-"""Accumulated gradients against gradients of the whole window in float64."""
+"""Compares accumulated gradients with float64 gradients of the whole window."""
 
 import copy
 from typing import Any
@@ -23,8 +23,8 @@ from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
 
 FEATURES = 5
 
-lightnings_own = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-"""pytest.warns repeats other warnings without their module."""
+ignore_leaf_spec = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+"""pytest.warns re-emits other warnings without their module."""
 
 
 class Texts(Dataset[Any]):
@@ -118,50 +118,50 @@ def train(
     return model, windows.steps, logger
 
 
-def close(model: TextNet, expected: dict[str, Tensor]) -> float:
+def max_difference(model: TextNet, expected: dict[str, Tensor]) -> float:
     return max(float((p.double() - expected[n]).abs().max()) for n, p in model.state_dict().items())
 
 
 @pytest.mark.parametrize("per", ["samples", "tokens"])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_weights_equal_the_whole_window_in_float64(per, batches):
+def test_weights_equal_training_on_whole_windows_in_float64(per, batches):
     """29 samples in batches of 4: the last batch of an epoch has 1, the last window 2 batches."""
     count = count_tokens if per == "tokens" else None
     model, steps, _ = train(lo.Accumulation(batches, normalize=per, count=count), per)
     assert [len(ids) for ids in steps[:3]] == ([4, 4, 4] if batches == 1 else [12, 12, 5])
-    assert close(model, reference(TextNet(per), Texts(29), steps)) < 1e-6
+    assert max_difference(model, reference(TextNet(per), Texts(29), steps)) < 1e-6
 
 
-def test_lightning_alone_differs_from_the_whole_window():
+def test_lightning_alone_differs_from_training_on_whole_windows():
     model, steps, _ = train(None, "tokens", accumulate_grad_batches=3)
-    assert close(model, reference(TextNet("tokens"), Texts(29), steps)) > 1e-3
+    assert max_difference(model, reference(TextNet("tokens"), Texts(29), steps)) > 1e-3
 
 
 def test_short_window_averages_over_its_own_batches():
     """Two batches of equal size in windows of three: Lightning divides by three."""
     model, steps, _ = train(lo.Accumulation(3, normalize="batches"), count=20)
     assert [len(ids) for ids in steps] == [12, 8] * 3
-    assert close(model, reference(TextNet(), Texts(20), steps)) < 1e-6
+    assert max_difference(model, reference(TextNet(), Texts(20), steps)) < 1e-6
 
 
-def test_equal_batches_are_bit_identical_to_lightning():
-    with_it, steps, _ = train(lo.Accumulation(), count=24, accumulate_grad_batches=3)
-    without, expected, _ = train(None, count=24, accumulate_grad_batches=3)
+def test_equal_batches_give_weights_bit_identical_to_lightning():
+    model, steps, _ = train(lo.Accumulation(), count=24, accumulate_grad_batches=3)
+    other, expected, _ = train(None, count=24, accumulate_grad_batches=3)
     assert steps == expected
-    assert_same_weights(with_it, without)
+    assert_same_weights(model, other)
 
 
 def test_schedule_changes_windows_within_an_epoch():
     callback = lo.Accumulation({0: 1, 3: 2, 5: 4})
     model, steps, logger = train(callback, count=61, max_epochs=2)
     sizes = [len(ids) for ids in steps]
-    # 16 batches an epoch, the last with one sample.
+    # 16 batches per epoch, the last with one sample.
     assert sizes == [4, 4, 4, 8, 8, 16, 16, 1, 16, 16, 16, 13]
-    assert close(model, reference(TextNet(), Texts(61), steps)) < 1e-6
+    assert max_difference(model, reference(TextNet(), Texts(61), steps)) < 1e-6
     assert logger.series("accumulation/batches") == [2, 4]
 
 
-def test_effective_batch_follows_the_loader_and_sets_the_estimate_of_steps():
+def test_effective_batch_sets_window_length_and_estimated_steps():
     estimates = []
 
     class Planning(TextNet):
@@ -177,8 +177,8 @@ def test_effective_batch_follows_the_loader_and_sets_the_estimate_of_steps():
     assert trainer.accumulate_grad_batches == 1  # restored
 
 
-@lightnings_own
-def test_rounded_effective_batch_warns():
+@ignore_leaf_spec
+def test_rounding_of_effective_batch_warns():
     with pytest.warns(UserWarning, match="no multiple of the 4 samples"):
         _, steps, _ = train(lo.Accumulation(effective_batch=10))
     assert len(steps[0]) == 8
@@ -187,11 +187,11 @@ def test_rounded_effective_batch_warns():
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_keep_the_gradient_of_the_window(size):
     model, steps, _ = train(lo.Accumulation(3), callbacks=[lo.MicroBatching(size)])
-    assert close(model, reference(TextNet(), Texts(29), steps)) < 1e-6
+    assert max_difference(model, reference(TextNet(), Texts(29), steps)) < 1e-6
     callback = lo.Accumulation(3, normalize="tokens", count=count_tokens)
     micro = lo.MicroBatching(size, loss="mean_over_tokens", count=count_tokens)
     model, steps, _ = train(callback, "tokens", callbacks=[micro])
-    assert close(model, reference(TextNet("tokens"), Texts(29), steps)) < 1e-6
+    assert max_difference(model, reference(TextNet("tokens"), Texts(29), steps)) < 1e-6
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -206,8 +206,8 @@ def test_later_hooks_see_averaged_gradients(first):
     assert spy.norms[0][0] == pytest.approx(norm, rel=1e-5)
 
 
-@lightnings_own
-def test_loss_of_none_at_the_end_of_a_window_still_averages(monkeypatch):
+@ignore_leaf_spec
+def test_gradients_are_averaged_if_the_last_loss_is_none(monkeypatch):
     monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # warns once per process
 
     class Skips(TextNet):
@@ -219,7 +219,7 @@ def test_loss_of_none_at_the_end_of_a_window_still_averages(monkeypatch):
     trainer = quiet_trainer(callbacks=[lo.Accumulation(3)], limit_train_batches=3)
     with pytest.warns(UserWarning, match="returned `None`"):
         trainer.fit(model, DataLoader(Texts(29), batch_size=4))
-    assert close(model, reference(TextNet(), Texts(29), [list(range(8))])) < 1e-6
+    assert max_difference(model, reference(TextNet(), Texts(29), [list(range(8))])) < 1e-6
 
 
 def test_loss_scaler_does_not_change_gradients():
@@ -250,7 +250,7 @@ def test_gradients_are_averaged_once_per_evaluation_of_the_closure():
 
 
 def test_resume_within_a_window_is_bit_identical(tmp_path):
-    class Stop(Callback):
+    class SaveMidWindow(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 4:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
@@ -270,7 +270,7 @@ def test_resume_within_a_window_is_bit_identical(tmp_path):
             self.skip = state["served"]
 
     whole = TextNet()
-    quiet_trainer(callbacks=[lo.Accumulation(3), Stop()]).fit(whole, Loader(Texts(29), 4))
+    quiet_trainer(callbacks=[lo.Accumulation(3), SaveMidWindow()]).fit(whole, Loader(Texts(29), 4))
     resumed = TextNet()
     quiet_trainer(callbacks=[lo.Accumulation(3)]).fit(
         resumed, Loader(Texts(29), 4), ckpt_path=tmp_path / "mid.ckpt", weights_only=True
@@ -279,8 +279,8 @@ def test_resume_within_a_window_is_bit_identical(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Accumulation. BatchNorm")
-def test_schedule_leaves_the_last_epoch_of_stochastic_weight_averaging_alone():
-    """That epoch only measures BatchNorm's statistics; it must not step once a window."""
+def test_schedule_is_ignored_in_the_last_epoch_of_weight_averaging():
+    """That epoch only measures BatchNorm's statistics and must not step once per window."""
 
     class Normalized(TextNet):
         def __init__(self) -> None:
@@ -292,11 +292,11 @@ def test_schedule_leaves_the_last_epoch_of_stochastic_weight_averaging_alone():
             return (outputs - batch["y"]).square().mean()
 
     results = []
-    for ours in (True, False):
+    for scheduled in (True, False):
         net, callbacks = Normalized(), [StochasticWeightAveraging(0.05, swa_epoch_start=2)]
-        if ours:
+        if scheduled:
             callbacks.append(lo.Accumulation(2))
-        settings = {} if ours else {"accumulate_grad_batches": 2}
+        settings = {} if scheduled else {"accumulate_grad_batches": 2}
         trainer = quiet_trainer(callbacks=callbacks, max_epochs=3, **settings)
         trainer.fit(net, DataLoader(Texts(24), batch_size=4))
         results.append((net, trainer.global_step))
@@ -304,7 +304,7 @@ def test_schedule_leaves_the_last_epoch_of_stochastic_weight_averaging_alone():
     assert results[0][1] == results[1][1] == 3 * 3 + 1  # Lightning counts one step without effect
 
 
-class Odd(TextNet):
+class HolderNet(TextNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch.batch)
 
@@ -318,9 +318,9 @@ def test_uncountable_batch_raises_with_advice():
     batches = [Holder(batch) for batch in DataLoader(Texts(8), batch_size=4)]
     loader = DataLoader(batches, batch_size=None)
     with pytest.raises(lo.UnsplittableBatchError, match="Accumulation\\(count="):
-        quiet_trainer(callbacks=[lo.Accumulation(count=None)]).fit(Odd(), loader)
+        quiet_trainer(callbacks=[lo.Accumulation(count=None)]).fit(HolderNet(), loader)
     counted = lo.Accumulation(count=lambda batch: len(batch.batch["x"]))
-    quiet_trainer(callbacks=[counted]).fit(Odd(), loader)
+    quiet_trainer(callbacks=[counted]).fit(HolderNet(), loader)
 
 
 def test_incompatible_settings_raise():
