@@ -100,7 +100,7 @@ class Fragment:
         return norm(torch.stack(total)), norm(torch.stack(drift))
 
     def shift(self) -> None:
-        """Set this replica's weights to ``outer``, plus its steps since it last sent."""
+        """Set the replica's weights to ``outer`` plus its updates since the last send."""
         assert self.pseudo_gradient is not None
         for parameter, part in self.parts(self.pseudo_gradient):
             parameter.add_(part.to(parameter.dtype))
@@ -125,7 +125,7 @@ def cut_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[Fra
 
 
 def due_at(step: int, sync_every: int, fragments: int) -> list[int]:
-    """Return the fragments to send after ``step`` (the first is 1): each once per window."""
+    """Return the fragments to send after ``step`` (from 1): each once per ``sync_every`` steps."""
     return [
         number
         for number in range(fragments)
@@ -155,11 +155,11 @@ class Replica:
     """Trains on its own, and at intervals applies the mean pseudo-gradient of all replicas.
 
     Args:
-        module: The model; its weights are the same on all replicas now.
+        module: The model, with equal weights on all replicas.
         optimizers: The inner optimizers.
         replicas: The process groups.
         plan: The settings, the same on all replicas.
-        state: The state of :meth:`state_dict`, or empty.
+        state: A result of :meth:`state_dict`, or empty.
 
     Attributes:
         worker: The thread of the exchanges.
@@ -176,10 +176,10 @@ class Replica:
         self._module, self._optimizers = module, optimizers
         self._replicas, self._plan = replicas, plan
         self._step: int = state.get("step", 0)
-        self._reported = self._step
+        self._reported_step = self._step
         self._sent, self._waited = 0, 0.0  # bytes and seconds since the last report
         self._synchronized = True
-        # Fragments in flight: the step of the merge, and the outcome.
+        # The step at which to merge each fragment in flight, and its outcome.
         self._in_flight: dict[int, tuple[int, Future[Outcome]]] = {}
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="diloco")
@@ -200,22 +200,22 @@ class Replica:
         self._frozen = [one for one in self._module.parameters() if one not in in_fragments]
         others = (*self._module.buffers(), *self._frozen)
         self._tensors = [one for one in others if one.is_floating_point() and one.numel()]
-        self._others = len(self._tensors)  # the first ones; the trained parameters follow
+        self._num_untrained = len(self._tensors)  # the trained parameters follow them
         self._tensors += trained.values()
-        self._sums = checksums(self._tensors)
+        self._checksums = checksums(self._tensors)
         self._fragments = cut_into_fragments(trained, self._plan.fragments)
         for name, part in momentum_of(self._fragments).items():
             if name in momentum:
                 part.copy_(momentum[name])
 
     def before_step(self) -> None:
-        """Include unfrozen parameters, while they are still the same on all replicas."""
+        """Add newly unfrozen parameters to the fragments while all replicas have equal ones."""
         if any(parameter.requires_grad for parameter in self._frozen):
             self.synchronize()
             self._make_fragments(momentum_of(self._fragments))
 
     def after_step(self) -> int:
-        """Merge and send the fragments that are due after a local step, and return its number."""
+        """Merge and send the fragments that are due after a local step. Return the step."""
         self._synchronized = False
         self._step += 1
         for number, (due, _) in list(self._in_flight.items()):
@@ -246,27 +246,27 @@ class Replica:
         self._in_flight[number] = (due, self.worker.submit(run))
 
     @torch.no_grad()
-    def _merge(self, number: int, plain: bool = False) -> None:
+    def _merge(self, number: int, average: bool = False) -> None:
         """Wait for a fragment's mean, take the outer step, and update the replica's weights.
 
         Args:
             number: The fragment's number.
-            plain: Set all replicas to the mean of their weights, instead of an outer step.
+            average: Set all replicas to the mean of their weights, instead of an outer step.
         """
         fragment, plan = self._fragments[number], self._plan
         start = time.perf_counter()
         mean, finite, sent_bytes = self._in_flight.pop(number)[1].result()
         self._waited += time.perf_counter() - start
         self._sent += sent_bytes
-        is_known = finite and fragment.pseudo_gradient is not None
+        is_valid = finite and fragment.pseudo_gradient is not None
         if mean is not None:
-            lr, momentum = (1.0, 0.0) if plain else (plan.outer_lr, plan.outer_momentum)
+            lr, momentum = (1.0, 0.0) if average else (plan.outer_lr, plan.outer_momentum)
             norms = fragment.step(mean, lr, momentum)
-            if is_known:
+            if is_valid:
                 self._norms[number] = norms
         if not finite:
             self.reset()  # a NaN in one fragment spreads to all within a step or two
-        elif is_known and plan.delay and not plain:
+        elif is_valid and plan.delay and not average:
             fragment.shift()
         else:
             fragment.reset()
@@ -282,12 +282,12 @@ class Replica:
             for number in range(len(self._fragments)):
                 self._send(number, "float32")
             for number, fragment in enumerate(self._fragments):
-                self._merge(number, plain=True)
-                fragment.set_outer()  # half-precision weights are rounded
-            self._sums[self._others :] = checksums(self._tensors[self._others :])
-        # Includes weights that callbacks have replaced since, such as an average over steps.
-        average_changed(self._tensors, self._sums)
-        self._sums = checksums(self._tensors)
+                self._merge(number, average=True)
+                fragment.set_outer()  # weights of half precision are rounded
+            self._checksums[self._num_untrained :] = checksums(self._tensors[self._num_untrained :])
+        # Also averages tensors that callbacks have replaced, for example by an EMA.
+        average_changed(self._tensors, self._checksums)
+        self._checksums = checksums(self._tensors)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -298,10 +298,10 @@ class Replica:
             reset_non_finite(optimizer)
 
     def read(self) -> dict[str, float]:
-        """Return the logged values. Reads from the device."""
-        steps = max(self._step - self._reported, 1)
+        """Return the values to log. Waits for the device."""
+        steps = max(self._step - self._reported_step, 1)
         values = {"comm/bytes": self._sent / steps, "comm/wait_s": self._waited / steps}
-        self._sent, self._waited, self._reported = 0, 0.0, self._step
+        self._sent, self._waited, self._reported_step = 0, 0.0, self._step
         if self._norms:
             norms = norm(torch.tensor(list(self._norms.values())), dim=0)
             values["diloco/outer_norm"], values["diloco/drift"] = norms.tolist()
