@@ -29,7 +29,7 @@ from lightning_opt.strategies.quantization import Quantizer, quantizer, rows_of
 
 MIN_SAMPLE_SIZE = 16_384
 EXPECTED_IN_SAMPLE = 64
-"""Expected elements above the threshold in a sample: its count then has an error of 1 in 8."""
+"""Expected number of sampled elements above the threshold: 64 are exact to about 1/8."""
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -44,7 +44,7 @@ class Codec(ABC):
     Attributes:
         message: The latest message, ``uint8`` of length ``nbytes``. It may be replaced by another
             buffer of this length.
-        bound: The learned threshold, which checkpoints keep: a tensor on a device; None without.
+        bound: The learned threshold, saved in checkpoints: a tensor on a GPU, else a float or None.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -56,11 +56,11 @@ class Codec(ABC):
     def compress(self, flat: Tensor) -> None:
         """Write the message of a tensor, and replace the tensor by its unsent rest.
 
-        ``decompress_add(message, flat)`` restores the tensor. On a device nothing is read.
+        ``decompress_add(message, flat)`` restores the tensor. On a GPU the host does not wait.
 
         Args:
             flat: One-dimensional, float32 or float64; changed in place. On a CPU it must be finite;
-                on a device, the message of a non-finite tensor is not used.
+                on a GPU, the message of a non-finite tensor is not used.
         """
 
     @abstractmethod
@@ -119,8 +119,8 @@ class Threshold(Compressor):
     Args:
         value: The threshold for the sum of gradient and residual. ``"auto"`` takes the magnitude
             that 1% of the bucket's elements reach at the first compressed step, and keeps it.
-        max_ratio: Maximum share of a bucket's elements in a message. All messages have the length
-            for that many, because variable lengths would need another exchange.
+        max_ratio: Maximum share of a bucket's elements in a message. All messages have this
+            length, because variable lengths would need another exchange.
 
     Raises:
         ValueError: For a value that is not above 0, or a ratio outside (0, 1].
@@ -165,7 +165,7 @@ class Quantize(Compressor):
 
 
 def share_of(numel: int, ratio: float) -> int:
-    """Return a share of ``numel`` elements: at least one, unless there are none."""
+    """Return the number of elements in a share, at least 1 if ``numel`` is."""
     return min(max(round(ratio * numel), 1), numel)
 
 
@@ -178,7 +178,7 @@ class SparseCodec(Codec):
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         if reads_are_free(flat.device):
             return self._selector.top(flat, self.layout.capacity)
-        # Exactly as many as fit, zeros included: nothing is read.
+        # Always fill the message, with zeros if need be: no wait for the device.
         indices = flat.abs().topk(self.layout.capacity, sorted=False).indices.sort().values
         return indices, flat.index_select(0, indices)
 
@@ -211,7 +211,7 @@ class ThresholdCodec(SparseCodec):
         if bound is None:
             indices, values = self._selector.top(flat, k)
             if len(indices):
-                self.bound = values.abs().min().item()  # on a CPU
+                self.bound = values.abs().min().item()  # CPU only
             return indices, values
         indices, values = self._selector.at_least(flat, float(bound))
         if len(indices) > capacity:
@@ -223,8 +223,8 @@ class ThresholdCodec(SparseCodec):
 class QuantizedCodec(Codec):
     def __init__(self, numel: int, quantizer: Quantizer, device: torch.device) -> None:
         self._quantizer = quantizer
-        blocks = -(-numel // quantizer.block)  # the last block is sent whole
-        # One float32 scale and one row of codes per block; of 4 bits, two codes share a byte.
+        blocks = -(-numel // quantizer.block)  # the last block is padded
+        # One float32 scale and one row of codes per block; two 4-bit codes share a byte.
         code = torch.int8 if quantizer.bits == 8 else torch.uint8
         row = quantizer.block * quantizer.bits // 8
         self._layout = Layout((torch.float32, (blocks, 1)), (code, (blocks, row)))
@@ -235,8 +235,8 @@ class QuantizedCodec(Codec):
         scales, codes = self._layout.sections(self.message)
         functions = self._quantizer.functions_for(flat, encoded=len(flat))
         for rows, part in rows_of(flat, self._quantizer.block):
-            coded, scale = functions.encode(rows)
-            codes[part].copy_(coded)
+            encoded_rows, scale = functions.encode(rows)
+            codes[part].copy_(encoded_rows)
             scales[part].copy_(scale)
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
@@ -260,7 +260,7 @@ def sampled_threshold(flat: Tensor, k: int) -> float:
     stride = max(flat.numel() // sample_size, 1) | 1
     sample = flat[::stride].abs()
     rank = max(round(k * sample.numel() / flat.numel()), 1)
-    return sample.topk(rank, sorted=False).values.min().item()  # on a CPU
+    return sample.topk(rank, sorted=False).values.min().item()  # CPU only
 
 
 def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
@@ -325,8 +325,8 @@ class Selector:
     def _set_next_threshold(self, kth: float, surplus: float) -> None:
         """Set the next step's threshold for a surplus of about one candidate in ten.
 
-        Then there are rarely too few candidates, and the surplus is cheap to sort out. The residual
-        and the k-th magnitude grow ever more slowly, so half of the growth is extrapolated.
+        Too few candidates are then rare, and the surplus is cheap to sort. The growth of the
+        residual and of the k-th magnitude slows down, so only half of it is extrapolated.
         """
         self._margin = min(max(self._margin * (1.005 if surplus > 0.1 else 0.99), 0.8), 0.995)
         growth = kth / self._last_kth if self._last_kth > 0 else 1.0
@@ -336,13 +336,13 @@ class Selector:
 
     def at_least(self, flat: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
         """Return the ascending int64 indices and the values of magnitudes >= ``threshold``."""
-        found, least = [], np.float32(max(threshold, TINY))
+        found, minimum = [], np.float32(max(threshold, TINY))
         for chunk in chunks_of(flat):
             piece = flat[chunk].numpy()
             magnitude, mask = self._magnitude[: len(piece)], self._mask[: len(piece)]
             # numpy takes less than half of torch's time here.
             np.abs(piece, out=magnitude, casting="same_kind")
-            np.greater_equal(magnitude, least, out=mask)
+            np.greater_equal(magnitude, minimum, out=mask)
             found.append(np.flatnonzero(mask) + chunk.start)
         indices = torch.from_numpy(np.concatenate(found))
         return indices, flat.index_select(0, indices)
