@@ -42,23 +42,23 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
 
     A named compressor is always used. ``"auto"`` tries each scheme for 8 steps after the warm-up,
     and chooses once: uncompressed, bfloat16, int8, int4 or, if all optimizers are SGD and nothing
-    clips reduced gradients, Top-K. It takes the gentlest scheme that no harsher one beats by 10% of
-    a step (Top-K: 25%). The choice is logged, :meth:`describe` returns the step times, and a
-    resumed run keeps the choice.
+    clips reduced gradients, Top-K. It chooses the least compressed scheme that no stronger one
+    beats by 10% of a step (Top-K: 25%). The choice is logged, :meth:`describe` returns the step
+    times, and a resumed run keeps the choice.
 
     If a guard or a loss scaler skips a step, its residual is discarded. If any rank's gradient has
     a NaN or an infinity, all ranks get NaN for the whole bucket, so all of them skip the step.
 
     With Top-K and Threshold, gradients are clipped before they enter the residual: with
     ``Trainer(gradient_clip_val=c)`` each of N ranks clips each bucket at ``c / sqrt(N)``, and the
-    sum is clipped once more. Adam with either is experimental: an element that arrives late, all at
-    once, is noise to its second moments.
+    sum is clipped once more. Adam with either is experimental: late elements arrive as one large
+    sum, which disturbs the second moments.
 
     Logged every ``every_n_steps`` optimizer steps, with bytes as means over the steps in between:
 
     ======================= ====================================================================
-    ``comm/bytes``          bytes that this rank sends per step, by the collectives' algorithms
-    ``comm/ratio``          how many times more an uncompressed ring all-reduce would send
+    ``comm/bytes``          computed bytes that this rank sends per step
+    ``comm/ratio``          bytes of an uncompressed ring all-reduce, relative to ``comm/bytes``
     ``comm/selected``       share of elements in the latest messages
     ``comm/residual_norm``  L2 norm of this rank's residual
     ``comm/seconds``        time in the latest step with any bucket in flight, decoding included; on
@@ -75,11 +75,11 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             ``Quantize(bits=8, block=256)``, or ``"auto"``.
         ratio: Share of the elements that Top-K sends; the others ignore it.
         error_feedback: Keep the residual. False is for comparison: accuracy suffers.
-        warmup_steps: First backward passes that are not compressed: at least 2, or 3 with
+        warmup_steps: Number of uncompressed first backward passes: at least 2, or 3 with
             ``static_graph``, because DDP rearranges its buckets after the first ones.
-        ramp_steps: Steps after these in which Top-K goes from a quarter of the elements to
-            ``ratio``, each stage sending a quarter of the one before. Early gradients change fast,
-            so late ones do harm. None for half of the run, at most ``30 / ratio`` steps.
+        ramp_steps: Steps after the warm-up in which Top-K's share falls from 25% to ``ratio``, by a
+            factor of 4 per stage. Early gradients change fast, so sending them late does harm. None
+            for half of the run, at most ``30 / ratio`` steps.
         every_n_steps: Optimizer steps between reports.
         **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy` and
             :class:`~torch.nn.parallel.DistributedDataParallel`.
@@ -143,7 +143,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         return None if self._auto is None else self._auto.report()
 
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only; gloo takes them as well.
+        # Lightning registers hooks on CUDA only, but gloo supports them too.
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         self.raise_if_sharded()
@@ -179,11 +179,11 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             clipping.append(f"{type(self.lightning_module).__name__}.configure_gradient_clipping")
         only_sgd = all(isinstance(optimizer, SGD) for optimizer in self.optimizers)
         if self._auto is not None and (clipping or not only_sgd):
-            self._auto.schemes.pop()  # late gradients suit neither Adam nor clipping
+            self._auto.schemes.pop()  # Top-K, whose late gradients harm Adam and clipping
         if self._reduction is not None and not self.chooses and self.compressor.late and clipping:
             raise ValueError(
-                f"{clipping[0]} clips reduced gradients, but {self.compressor} keeps the rest of "
-                "an outlier and sends it later, past the clipping. Use "
+                f"{clipping[0]} clips reduced gradients, but {self.compressor} sends part of an "
+                "outlier in later steps, so clipping cannot remove it. Use "
                 "Trainer(gradient_clip_val=...), which clips before compression, or 'ddp_int8'."
             )
         if self._reduction is not None:
@@ -196,7 +196,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     def _loss_scale(self) -> Tensor:
         scaler = getattr(self.precision_plugin, "scaler", None)
         one = torch.ones((), device=self.root_device)
-        return one if scaler is None else scaler.scale(one)  # does not wait, unlike get_scale()
+        return one if scaler is None else scaler.scale(one)  # get_scale() would wait
 
     def _clip(self, gradient: Tensor, scale: Tensor) -> None:
         trainer = self._module.trainer
@@ -208,7 +208,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         """Record whether the optimizer that has just stepped applied any gradient."""
         parameters = parameters_of(optimizer)
         self._updated = any(parameter.grad is not None for parameter in parameters)
-        # Fused optimizers skip the update if it is positive.
+        # Fused optimizers skip the update if `found_inf` is positive.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and self._reduction is not None:
             self._reduction.skip(parameters, found_inf)
@@ -242,13 +242,13 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint with its residuals: now, or when the model is wrapped."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        if self._reduction is not None:  # within a run, as a learning-rate finder does
+        if self._reduction is not None:  # during a run, for example by a learning-rate finder
             self._load_state(self._resumed or {})
             self._resumed = None
         return checkpoint
 
     def reset_residuals(self) -> None:
-        """Discard the residuals, because the weights have been restored."""
+        """Discard the residuals, after weights have been restored."""
         if self._reduction is not None:
             self._reduction.reset()
 
@@ -259,7 +259,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
 
 
 class HookedDDPStrategy(BaseDDPStrategy):
-    """DDP that casts gradients to a half-precision dtype to send them, on gloo too.
+    """DDP that sends gradients in a half-precision dtype, with gloo too.
 
     Args:
         hook: ``"fp16"`` or ``"bf16"``: the dtype that gradients are sent in.
@@ -282,7 +282,7 @@ class HookedDDPStrategy(BaseDDPStrategy):
 
 
 def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor:
-    """Return the compressor of a name; for ``"auto"`` the harshest.
+    """Return the compressor of this name; for ``"auto"``, the strongest.
 
     Raises:
         ValueError: For an unknown name or a ratio outside (0, 1].

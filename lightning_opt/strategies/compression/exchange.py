@@ -1,12 +1,12 @@
 """Averages one bucket over all ranks: uncompressed, by an all-gather, or in two stages.
 
-No collective is launched from a callback of another: gloo matches collectives by the order of their
-calls, and that would deadlock. Every rank adds the messages in rank order, so that all replicas get
-the same bits.
+A collective's callback never launches another collective: gloo matches collectives by the order of
+their calls, so that would deadlock. Every rank adds the messages in rank order, so that all
+replicas are bit-identical.
 
-An all-gather of whole messages grows with the number of ranks. In two stages, each rank sums one
-shard of the bucket for all ranks and sends the compressed mean to all, so that a rank sends less
-than twice the message at any number of ranks.
+The traffic of an all-gather grows with the number of ranks. In two stages, each rank sums one shard
+of the bucket for all ranks and sends them the compressed mean. So a rank sends less than twice the
+message at any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_opt.strategies.packing import (
     write_flag,
 )
 
-# The name from torch 2.13 on, which warns about the older one.
+# Torch 2.13 renamed it, and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -87,8 +87,8 @@ class Exchange(ABC):
         residual: The bucket's residual.
 
     Attributes:
-        skipped: Whether the latest step is not applied, at first because any rank's gradient is not
-            finite: 0-dimensional, on the bucket's device.
+        skipped: Whether the latest step is not applied, for example because a rank's gradient is
+            not finite: 0-dimensional, on the bucket's device.
         sent_bytes: Bytes that this rank sends per step.
     """
 
@@ -101,20 +101,20 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        """Launch the exchange of one step. On a device, nothing is read to the host.
+        """Launch the exchange of one step. On a GPU, the host does not wait.
 
         Args:
             gradient: This rank's bucket, flat; ``residual.pending`` already includes it. It is
                 overwritten with the mean over ranks of the sent values, or with NaN if any rank's
                 gradient was not finite. ``residual.pending`` keeps the unsent rest.
-            scale: The loss scale of the gradient; the residual has none.
+            scale: The loss scale of the gradient; the residual is unscaled.
 
         Returns:
             A future of ``gradient``.
         """
 
     def _begin_step(self) -> Tensor:
-        """Return whether this rank's gradient is not finite."""
+        """Reset ``skipped``, and return whether this rank's gradient is not finite."""
         self.skipped.zero_()
         return is_finite(self.residual.pending).logical_not()
 
@@ -163,8 +163,8 @@ class GatherExchange(Exchange):
         def finish(future: Future[list[Tensor]]) -> Tensor:
             future.value()  # raises its error, such as a lost rank
             self.skipped.logical_or_(any_flag(gathered))
-            clear(gradient, self.skipped)
-            for message in gathered:  # in the order of ranks: all get equal bits
+            zero_or_nan(gradient, self.skipped)
+            for message in gathered:  # in rank order: bit-identical on all ranks
                 codec.decompress_add(message, gradient, scale / self._world)
             return gradient
 
@@ -218,10 +218,10 @@ class TwoStageExchange(Exchange):
         self.sent_bytes = 2 * (world - 1) * self._codec.nbytes
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        codec, on_cpu, bad = self._codec, reads_are_free(gradient.device), self._begin_step()
+        codec, on_cpu, non_finite = self._codec, reads_are_free(gradient.device), self._begin_step()
         for codec.message, shard in zip(self._sent, self._shards, strict=True):
-            encode(codec, self.residual.pending[shard], bad)
-        # On a CPU the worker may be using the other group, and gloo needs one order of calls.
+            encode(codec, self.residual.pending[shard], non_finite)
+        # On a CPU only the worker uses `self._group`: gloo needs one order of calls on all ranks.
         work = dist.all_to_all_single(
             self._received, self._sent, group=None if on_cpu else self._group, async_op=True
         )
@@ -250,7 +250,7 @@ class TwoStageExchange(Exchange):
     def _finish(self, gradient: Tensor, scale: Scalar) -> Tensor:
         """Encode and gather the means of the shards, and decode them into the gradient.
 
-        A rank flags all its messages, so every rank learns whether any gradient is not finite.
+        A rank with a non-finite gradient flags all its messages, so that every rank sees it.
         """
         codec, skipped = self._codec, self.skipped
         skipped.logical_or_(any_flag(self._received))
@@ -261,7 +261,7 @@ class TwoStageExchange(Exchange):
         codec.compress(mean)
         all_gather(self._gathered.view(-1), codec.message, group=self._group)
         for shard, message in zip(self._shards, self._gathered, strict=True):
-            codec.decompress_add(message, clear(gradient[shard], skipped), scale)
+            codec.decompress_add(message, zero_or_nan(gradient[shard], skipped), scale)
         return gradient
 
     def commit(self) -> None:
@@ -279,16 +279,16 @@ class TwoStageExchange(Exchange):
         return sum(map(read_count, self._sent))
 
 
-def encode(codec: Codec, flat: Tensor, bad: Tensor) -> None:
-    """Write the message of ``flat``, with a flag if the rank's gradient is ``bad``: not finite."""
-    # A CPU can check `bad` for free. The message that a device then sends is not used.
-    if reads_are_free(flat.device) and bad:
+def encode(codec: Codec, flat: Tensor, non_finite: Tensor) -> None:
+    """Write the message of ``flat``, flagged if the rank's gradient is ``non_finite``."""
+    # On a GPU, checking `non_finite` would wait. Its message is not used in that case.
+    if reads_are_free(flat.device) and non_finite:
         write_count(codec.message, 0)
     else:
         codec.compress(flat)
-    write_flag(codec.message, bad)
+    write_flag(codec.message, non_finite)
 
 
-def clear(out: Tensor, non_finite: Tensor) -> Tensor:
+def zero_or_nan(out: Tensor, non_finite: Tensor) -> Tensor:
     """Fill ``out`` with zeros, or with NaN if any rank's gradient was not finite."""
     return out.fill_(torch.where(non_finite, math.nan, 0.0))

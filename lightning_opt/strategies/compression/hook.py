@@ -1,7 +1,7 @@
 """The communication hook of compressed DDP: exchanges each bucket of each step.
 
-For each bucket, the hook adds the bucket's gradient to its residual, an exchange encodes the
-sum, sends it and decodes the mean, and the rest stays in the residual.
+The hook adds each bucket's gradient to the bucket's residual. An exchange encodes the sum, sends it
+and decodes the mean. The unsent rest stays in the residual.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
@@ -36,7 +36,7 @@ MODES = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0, torch.dtype:
 
 
 class HostEvent:
-    """Has the interface of a CUDA event, with the host's clock."""
+    """Replaces a CUDA event; uses the host's clock."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -64,10 +64,10 @@ class Traffic:
     steps: int = 0
     spans: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def launch(
+    def record_launch(
         self, sent: int, dense: int, device: torch.device
     ) -> Callable[[Future[Tensor]], Tensor]:
-        """Count a bucket that is launched, and return a callback for its future."""
+        """Count a bucket that is about to be sent, and return a callback for its future."""
         self.sent_bytes += sent
         self.dense_bytes += dense
         event: Any = partial(Event, enable_timing=True) if device.type == "cuda" else HostEvent
@@ -82,7 +82,7 @@ class Traffic:
         return record_arrival
 
     def seconds(self) -> float:
-        """Return how long any bucket of the latest step was in flight. Waits for the device."""
+        """Return the time with any bucket of the latest step in flight. Waits for the device."""
         total = end = 0.0
         for launched, arrived in self.spans:  # in the order of their launch
             arrived.synchronize()
@@ -96,7 +96,7 @@ class CompressedReduction:
     """A DDP communication hook that compresses with error feedback.
 
     The residual of a step is committed when the step is applied, that is at the next step or
-    checkpoint. So a skipped step or one that is not finite leaves no trace.
+    checkpoint. So a skipped or non-finite step does not change the residual.
 
     Args:
         names: The name of each parameter of the wrapped module.
@@ -104,7 +104,7 @@ class CompressedReduction:
         scheme_at: Returns the scheme of a step (the first is 0), the same on every rank. Called
             once per step.
         error_feedback: Add the unsent rest to the next step's gradient.
-        loss_scale: Returns the present loss scale of the gradients.
+        loss_scale: Returns the current loss scale of the gradients.
         clip: Clips a rank's gradient with this loss scale before it is added to the residual; for
             compressors that are ``late``.
         may_skip: Whether a step may leave parameters without a gradient
@@ -140,7 +140,7 @@ class CompressedReduction:
         self._elements = 0  # in the latest step
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
         self._own_group: dist.ProcessGroup | None = None
-        # With two stages, the residual of an unused parameter's mean could not be excluded.
+        # The residual of the mean, in two stages, cannot exclude unused parameters.
         is_quantized = any(isinstance(scheme, Quantize) for scheme in schemes)
         if is_quantized and self._world > 2 and not may_skip:
             self._own_group = dist.new_group()
@@ -156,52 +156,54 @@ class CompressedReduction:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        gradient = bucket.buffer()
-        if bucket.index() == 0:
+    def reduce(self, grad_bucket: GradBucket) -> Future[Tensor]:
+        gradient = grad_bucket.buffer()
+        if grad_bucket.index() == 0:
             self._begin_step()
         scheme = self._scheme
-        if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
+        if gradient.layout is not torch.strided:  # sparse gradients of embeddings are small
             return all_reduce_mean(gradient)
         self._elements += gradient.numel()
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
         if isinstance(scheme, Compressor):
             if scheme.late:
                 self._clip(gradient, self._scale)
-            exchange = self._add_to_residual(bucket, scheme).exchange
+            exchange = self._add_to_residual(grad_bucket, scheme).exchange
             assert exchange is not None
-            arrived = self.traffic.launch(exchange.sent_bytes, dense, gradient.device)
+            record_arrival = self.traffic.record_launch(exchange.sent_bytes, dense, gradient.device)
             future = exchange.start(gradient, self._scale)
         else:
             if self.buckets.may_be_nonzero:
-                self._add_to_residual(bucket, None).send_all(gradient, self._scale)
+                self._add_to_residual(grad_bucket, None).send_all(gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
             sent = dense_bytes(gradient.numel(), itemsize, self._world)
-            arrived = self.traffic.launch(sent, dense, gradient.device)
+            record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
             future = all_reduce_mean(gradient, scheme)
-        self._touched.difference_update(bucket.parameters())
-        return future.then(arrived)
+        self._touched.difference_update(grad_bucket.parameters())
+        return future.then(record_arrival)
 
-    def _add_to_residual(self, bucket: GradBucket, compressor: Compressor | None) -> Bucket:
-        parameters = {self._names[parameter]: parameter for parameter in bucket.parameters()}
-        state = self.buckets.get(parameters, bucket.buffer())
-        if state.compressor is not compressor:
-            state.by_parameter()  # folds the residuals of the earlier exchange
-            state.compressor, state.exchange = compressor, None
+    def _add_to_residual(self, grad_bucket: GradBucket, compressor: Compressor | None) -> Bucket:
+        parameters = {self._names[parameter]: parameter for parameter in grad_bucket.parameters()}
+        bucket = self.buckets.get(parameters, grad_bucket.buffer())
+        if bucket.compressor is not compressor:
+            bucket.by_parameter()  # folds the residuals of the earlier exchange
+            bucket.compressor, bucket.exchange = compressor, None
             if self._own_group is not None and isinstance(compressor, Quantize):
-                state.exchange = TwoStageExchange(compressor, state, self._own_group, self._worker)
+                bucket.exchange = TwoStageExchange(
+                    compressor, bucket, self._own_group, self._worker
+                )
             elif compressor is not None:
                 bound = self._bounds.get(next(iter(parameters)))
-                state.exchange = GatherExchange(compressor, state, bound)
-        state.add(bucket.buffer(), self._scale)
+                bucket.exchange = GatherExchange(compressor, bucket, bound)
+        bucket.add(grad_bucket.buffer(), self._scale)
         if self._may_skip:
             # DDP discards the reduced gradient of a parameter that no rank used, and the bucket
             # holds its gradient of an earlier step.
             for name, parameter in parameters.items():
                 if parameter not in self._touched:
-                    state.exclude_unused(name)
-        self._launched.append(state)
-        return state
+                    bucket.exclude_unused(name)
+        self._launched.append(bucket)
+        return bucket
 
     def _begin_step(self) -> None:
         self.commit()
@@ -222,14 +224,14 @@ class CompressedReduction:
             condition: Positive if the step was not applied; None for always.
         """
         names = [self._names[one] for one in parameters if one in self._names]
-        for state in self._launched:
-            state.skip(names, condition)
+        for bucket in self._launched:
+            bucket.skip(names, condition)
 
     def commit(self) -> None:
         """Commit the residuals of the latest step, for the parameters to which it was applied."""
         launched, self._launched = self._launched, []
-        for state in launched if self._error_feedback else []:
-            state.commit_step()
+        for bucket in launched if self._error_feedback else []:
+            bucket.commit_step()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -242,9 +244,9 @@ class CompressedReduction:
         """Return the state, with residuals averaged over ranks. All ranks must call it."""
         self.commit()
         bounds = dict(self._bounds)
-        for names, state in self.buckets.current.items():
-            if state.exchange is not None and state.exchange.bound is not None:
-                bounds[names[0]] = float(state.exchange.bound)
+        for names, bucket in self.buckets.current.items():
+            if bucket.exchange is not None and bucket.exchange.bound is not None:
+                bounds[names[0]] = float(bucket.exchange.bound)
         parameters = {name: parameter for parameter, name in self._names.items()}
         residuals = self.buckets.averaged(parameters)
         return {"step": self.step, "residuals": residuals, "bounds": bounds}
@@ -262,13 +264,13 @@ class CompressedReduction:
         self.buckets.load({})
 
     def read(self) -> dict[str, float]:
-        """Return the logged values, per step since the last call. Reads from the device."""
+        """Return the values to log, per step since the last call. Waits for the device."""
         traffic, self.traffic = self.traffic, Traffic()
         steps = max(traffic.steps, 1)
         total = selected = self._elements
-        for state in self._launched:
-            if state.exchange is not None:
-                selected += state.exchange.selected - state.committed.numel()
+        for bucket in self._launched:
+            if bucket.exchange is not None:
+                selected += bucket.exchange.selected - bucket.committed.numel()
         return {
             "comm/bytes": traffic.sent_bytes / steps,
             "comm/ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
@@ -279,8 +281,8 @@ class CompressedReduction:
         }
 
 
-def reduce_bucket(state: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
-    return state.reduce(bucket)
+def reduce_bucket(reduction: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
+    return reduction.reduce(bucket)
 
 
 def cast_bucket(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:

@@ -118,7 +118,7 @@ def test_seconds_count_overlapping_buckets_once(monkeypatch):
     traffic, future = Traffic(), torch.futures.Future()
     future.set_result(None)
     for _ in range(4):
-        traffic.launch(1, 4, torch.device("cpu"))(future)
+        traffic.record_launch(1, 4, torch.device("cpu"))(future)
     assert traffic.seconds() == pytest.approx(6.0)
     assert traffic.sent_bytes == 4
 
