@@ -1,13 +1,13 @@
-"""Starts the process of a `TrainingProcess`, which takes training steps on request, and kills it.
+"""Starts and kills the process of a `TrainingProcess`, and runs the training inside it.
 
 A new interpreter takes seconds to import torch and Lightning, longer than many measurements. On
 Linux without CUDA, the standard library's fork server imports them once and is then forked: a run
 starts in 0.2 s instead of 5.
 
-Rank 0 receives numbers of steps through a connection, sends messages back, and prints into the
-folder's log. When the connection closes because the parent process has ended, rank 0 kills itself
-and all its descendants. Lightning starts the other ranks by executing this file as a
-script. They have no connection. They write failures into files in the folder.
+Each run has a folder, with its payload, its log and its failures. Rank 0 receives numbers of steps
+through a connection, and sends results back. When the connection closes because the parent process
+has ended, rank 0 kills itself and all its descendants. Lightning starts the other ranks by
+executing this file as a script. They have no connection: they write failures into the folder.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ STARTUP_PREFIXES = (
     "PYTORCH", "TORCH",
 )  # fmt: skip
 """Prefixes of variables that Python or a library may read only when it starts. A fork ignores
-changes since the start of the server. ``PYTHONPATH`` is no such variable: a run sets its own
-``sys.path``."""
+changes since the start of the server. ``PYTHONPATH`` is excluded: a run sets its own ``sys.path``.
+"""
 
 _lock = threading.Lock()
 _startup_variables_of_server: dict[str, str] = {}
@@ -72,7 +72,7 @@ def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseP
     """Start a process that is not a rank of this distributed run and has not used CUDA.
 
     Args:
-        function: A function of a module. The process calls it with a connection, the
+        function: A module-level function. The process calls it with a connection, the
             :class:`ProcessState` to apply, and the arguments.
         *arguments: Further arguments of the function. They are pickled.
 
@@ -193,8 +193,8 @@ _PADDING: list[Any] = []
 def _shift_allocations() -> None:
     """Shift all later allocations by a random distance.
 
-    All forks use the same addresses. Their placement in the caches could otherwise favour the same
-    configuration at every start.
+    Otherwise all forks use the same addresses, and their placement in the caches could favour the
+    same configuration at every start.
     """
     _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
 
@@ -219,7 +219,7 @@ def kill_tree(pid: int) -> None:
 
 
 class Worker:
-    """Trains the run that the folder describes.
+    """Runs the training that is pickled in the folder.
 
     Args:
         folder: The folder of the run.
@@ -237,10 +237,12 @@ class Worker:
             sys.path[:] = payload["path"]
             torch.set_num_threads(payload["threads"])
             recipe, seed = pickle.loads(payload["recipe"]), payload["seed"]
-            for path in [getattr(each, "target", each) for each in recipe.values()]:  # of the CLI
+            for path in [
+                getattr(each, "target", each) for each in recipe.values()
+            ]:  # see cli/targets
                 if isinstance(path, str):
-                    import_attribute(path)  # before memory is measured
-            torch.ones(1 << 20).add_(1)  # starts the thread pool, which needs memory, early
+                    import_attribute(path)  # the baseline must include imports
+            torch.ones(1 << 20).add_(1)  # and the start of torch's thread pool
             self._meter = PeakMeter(torch.device("cpu"))
             self._baseline = self._meter.read()
             if self._connection is not None:
@@ -278,7 +280,7 @@ class Worker:
             self._connection.send(message)
 
     def _report(self, error: BaseException, kind: str) -> None:
-        """Report a failure with its time, because the first failure of a rank causes the others."""
+        """Report a failure with its time: the first failure of a rank causes the others."""
         kind = "out of memory" if is_out_of_memory(error) else kind
         last = "".join(traceback.format_exception_only(error)).strip()
         failure = (time.time(), kind, last, "".join(traceback.format_exception(error)))

@@ -43,11 +43,11 @@ RUN_DEFAULTS: dict[str, Any] = {
 """Default Trainer arguments: no output, no validation, no limits."""
 
 MAX_PAUSE = timedelta(days=1)
-"""Timeout of the broadcast. Ranks above 0 wait in it for the next block."""
+"""Timeout of the broadcast in which ranks above 0 wait for the next block."""
 
 SPIN_SECONDS = 0.01
 """Seconds to wait after a block, until OpenMP's threads stop spinning. Spinning threads slow down
-the next process's first steps by up to a tenth."""
+the next process's first steps by up to 10%."""
 
 
 class Step(NamedTuple):
@@ -181,8 +181,8 @@ def _children_suspended() -> Iterator[None]:
 def start_on_first_cpu(trainer: pl.Trainer) -> None:
     """Move this thread to the CPU where all runs start their steps, without pinning it there.
 
-    The CPUs of a shared machine can differ in speed by a tenth for seconds. A thread mostly stays
-    on its CPU, so pinning is not needed. It would also pin threads and workers started later.
+    On a shared machine, CPUs can differ in speed by 10% for seconds. Pinning is not needed, because
+    a thread mostly stays on its CPU. It would also pin threads and workers started later.
     """
     if trainer.strategy.root_device.type == "cpu" and hasattr(os, "sched_setaffinity"):
         allowed = allowed_cpus()
@@ -190,10 +190,10 @@ def start_on_first_cpu(trainer: pl.Trainer) -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def _loss_of(outputs: Any, accumulated: int) -> Any:
+def _loss_of(outputs: Any, batches_per_step: int) -> Any:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.detach() * accumulated if accumulated > 1 else loss.detach()
+        return loss.detach() * batches_per_step if batches_per_step > 1 else loss.detach()
     return math.nan
 
 
@@ -235,7 +235,7 @@ def run(model: Factory, data: Factory, settings: Settings, gate: StepGate, seed:
 
     Raises:
         TypeError: If the model is not a LightningModule.
-        ValueError: If the strategy spawns or forks its processes, or for several nodes.
+        ValueError: If the strategy spawns or forks processes, or the run has several nodes.
     """
     reseed = partial(seed_everything, seed, workers=True, verbose=False)
     reseed()
@@ -254,9 +254,9 @@ def run(model: Factory, data: Factory, settings: Settings, gate: StepGate, seed:
             "measured step by step. Use num_nodes=1, and strategy='ddp' for several processes."
         )
     reseed()
-    loader = make("data", data)
+    source = make("data", data)
     reseed()
-    datamodule = loader if isinstance(loader, LightningDataModule) else None
+    datamodule = source if isinstance(source, LightningDataModule) else None
     with contextlib.suppress(Stopped):
-        trainer.fit(module, None if datamodule else loader, datamodule=datamodule)
+        trainer.fit(module, None if datamodule else source, datamodule=datamodule)
     return trainer

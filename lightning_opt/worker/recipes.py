@@ -20,7 +20,7 @@ Factory: TypeAlias = Callable[[], Any] | str
 Settings: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | str
 """Arguments of a Trainer, or a :data:`Factory` that returns them."""
 
-SHORT_NAMES = ("callbacks", "strategies", "plugins", "loggers", "profilers")
+SEARCHED_MODULES = ("callbacks", "strategies", "plugins", "loggers", "profilers")
 """Modules of Lightning that are searched for a ``class_path`` without a module."""
 
 
@@ -44,7 +44,7 @@ def check_factory(name: str, given: Any) -> Any:
 
 
 def check_settings(name: str, given: Any) -> Any:
-    """Return Trainer settings as a dict or a factory; errors as in :func:`check_factory`."""
+    """Return Trainer settings as a dict or a factory. Raises like :func:`check_factory`."""
     if given is None:
         return {}
     return dict(given) if isinstance(given, Mapping) else check_factory(name, given)
@@ -78,7 +78,7 @@ def import_attribute(path: str) -> Any:
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise ImportError(f"There is no {attribute!r} in {source!r}, named by {path!r}.") from error
+        raise ImportError(f"There is no {attribute!r} in {source!r} (from {path!r}).") from error
 
 
 def _module_of_file(path: str) -> ModuleType:
@@ -126,8 +126,8 @@ def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
 def class_named(path: str, package: ModuleType = DEFAULT) -> Any:
     """Import the class of a ``class_path``."""
     module, _, name = path.rpartition(".")
-    short = ("lightning_opt", *(f"{package.__name__}.{part}" for part in SHORT_NAMES))
-    modules: Iterable[str] = (module,) if module else short
+    searched = ("lightning_opt", *(f"{package.__name__}.{part}" for part in SEARCHED_MODULES))
+    modules: Iterable[str] = (module,) if module else searched
     for module_name in modules:
         result = getattr(importlib.import_module(module_name), name, None)
         if result is not None:

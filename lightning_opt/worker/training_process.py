@@ -50,8 +50,8 @@ class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a mea
     """A run could not continue. The traceback of its process is printed above this one.
 
     Attributes:
-        kind: ``"setup"`` (before the first step), ``"error"`` (an exception in training, or the end
-            of the run), ``"out of memory"``, ``"died"`` (by a signal or an exit) or ``"timeout"``.
+        kind: ``"setup"`` (before the first step), ``"error"`` (an exception in training, or a run
+            that ended early), ``"out of memory"``, ``"died"`` (signal or exit) or ``"timeout"``.
         message: One sentence, or the last line of the exception.
         details: The traceback, or the end of the process's output.
     """
@@ -84,15 +84,15 @@ class TrainingProcess:
             {...}}``. By default there is no logger, checkpoint, progress bar or validation, and no
             limit of steps or epochs.
         seed: The random seed. It is set before each of Trainer, model, data and run is created, so
-            that runs start equally even if their settings draw random numbers.
+            that the random state is the same even if the settings draw random numbers.
         timeout: Maximum seconds for the start, and for each call of :meth:`advance`.
 
     Attributes:
         steps: All steps so far.
         timeout: The timeout. It can be changed.
-        peak_bytes: Peak memory at the end of the last :meth:`advance`. On CUDA: the peak of memory
-            allocated by torch. On a CPU: the peak of resident memory above the level before the
-            model was created, without workers of loaders. With several ranks, of rank 0.
+        peak_bytes: Peak memory of rank 0 at the end of the last :meth:`advance`. On CUDA: the peak
+            of memory allocated by torch. On a CPU: the peak of resident memory above the level
+            before the model was created, without loader workers.
 
     Raises:
         TypeError: If model, data or settings are not factories.
@@ -139,7 +139,7 @@ class TrainingProcess:
             raise
         # The priority makes it run before multiprocessing waits for all processes at exit.
         resources = (self._process, self._connection, self._folder)
-        self._finalizer = Finalize(self, _end, args=resources, exitpriority=1)
+        self._finalizer = Finalize(self, _clean_up, args=resources, exitpriority=1)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class TrainingProcess:
             self._finalizer()
 
     def ask_to_end(self) -> None:
-        """Ask the run to end without waiting. Use it before closing several processes."""
+        """Ask the run to end, and return at once. Several processes can then end in parallel."""
         if not self.closed:
             self._send(0)
 
@@ -224,7 +224,7 @@ class TrainingProcess:
                 self._fail("died", "Another rank has failed.")
             if not self._process.is_alive():
                 assert self._process.pid is not None
-                kill_tree(self._process.pid)  # workers of its loaders may hold the connection open
+                kill_tree(self._process.pid)  # its loader workers may hold the connection open
                 break
             if time.monotonic() > deadline:
                 self._fail(
@@ -272,7 +272,7 @@ def describe_exit(status: int) -> tuple[str, str]:
     name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
     if name == "SIGKILL":
         return "out of memory", (
-            "The process was killed (SIGKILL), as the system does when memory runs out."
+            "The process was killed (SIGKILL), probably because memory ran out."
         )
     return "died", f"The process was killed by {name}."
 
@@ -290,7 +290,7 @@ def _pickled(recipe: dict[str, Any]) -> bytes:
         ) from error
 
 
-def _end(process: BaseProcess, connection: Connection, folder: Path) -> None:
+def _clean_up(process: BaseProcess, connection: Connection, folder: Path) -> None:
     assert process.pid is not None
     kill_tree(process.pid)
     process.join(GRACE_SECONDS)
