@@ -1,4 +1,4 @@
-"""Compares Trainer configurations in turns: step time, memory and loss."""
+"""Compares step time, memory and loss of Trainer configurations that train in turns."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def verdict_note(ratios: Mapping[str, Ratio]) -> str:
     margin = max(ratio.high / ratio.value - 1 for ratio in ratios.values())
     return (
         "Ratios with 95% intervals. No difference: the interval contains 1, or the ratio is within "
-        f"{TOLERANCE:.0%} of it. A difference of less than about {max(margin, TOLERANCE):.1%} "
-        "would not have been seen here."
+        f"{TOLERANCE:.0%} of it. Differences of less than about {max(margin, TOLERANCE):.1%} "
+        "cannot be detected here."
     )
 
 
@@ -102,8 +102,7 @@ class Comparison(Measured):
         report: One row per configuration: median milliseconds per step, samples per second, the
             ratio to the first configuration with its interval and a verdict, peak memory, and the
             loss after equal steps.
-        ratios: The ``Ratio`` of each configuration to the first. It excludes the first and the
-            failed ones.
+        ratios: The ``Ratio`` of each other configuration to the first, without failed ones.
         failures: The ``FitFailed`` of each failed configuration.
         runs: All steps of each configuration.
     """
@@ -128,7 +127,7 @@ class Comparison(Measured):
         rows = [self._row(run, name == first, losses.get(name)) for name, run in runs.items()]
         starts = max((len(run.trainings) for run in finished.values()), default=0)
         turns = max((len(t.turns) for run in finished.values() for t in run.trainings), default=0)
-        notes = [f"Starts, each in a process of its own: {starts}, with up to {turns} turns."]
+        notes = [f"Starts of each configuration: {starts}, with up to {turns} turns per start."]
         if self._per_sample:
             notes.append("Batches differ in size, so ratios are of seconds per sample.")
         if ratios:
@@ -237,11 +236,11 @@ def compare(
         data: The same for a LightningDataModule or a DataLoader.
         configurations: Trainer arguments by configuration name, or functions that return them
             (called for each run, so that callbacks are new). The first is the reference.
-        steps: Timed steps of each run. None: enough for turns of at least a tenth of a second
-            and at least 2 steps.
-        rounds: Turns of each run.
+        steps: Timed steps per start. None: enough for turns of at least 0.1 seconds and at least
+            2 steps.
+        rounds: Turns per start.
         starts: Starts of each configuration's process.
-        warmup: Steps at the start of each run that are not timed.
+        warmup: First steps after each start, which are not timed.
         seed: Seed of all random numbers; the same for all runs, so that losses are comparable.
         seconds: Time limit. The result then contains the measurements so far, but at least two
             turns of each run.
@@ -311,7 +310,7 @@ def _train_in_turns(
                 )
                 paces.append(min(step.seconds for step in process.advance(warmup)))
                 runs[name].trainings.append(Training(process.steps))
-        lengths = _turns(steps, rounds, paces)
+        lengths = _turn_lengths(steps, rounds, paces)
 
         def take_turn(name: str) -> float:
             run, process, taken = runs[name], processes[name], []
@@ -339,7 +338,7 @@ def _failure_recorded(run: Run, running: dict[str, Any]) -> Iterator[None]:
         running.pop(run.name, None)
 
 
-def _turns(steps: int | None, rounds: int, paces: list[float]) -> list[int]:
+def _turn_lengths(steps: int | None, rounds: int, paces: list[float]) -> list[int]:
     if steps is None:
         slowest = max(paces, default=1.0)
         steps = rounds * max(2, math.ceil(MIN_TURN_SECONDS / max(slowest, 1e-6)))

@@ -43,10 +43,11 @@ HINTS: dict[str, str] = {
     "monitoring": "Give the Trainer a logger, such as CSVLogger or TensorBoardLogger.",
     "baseline": "compare(model, data, {'plain': {...}, 'mine': {...}}) measures both side by side.",
 }
-"""Advice by topic, for topics that were not measured and for most that need attention."""
+"""Advice by topic, used if the topic was not measured, and by most checks."""
 
 UNDONE_AFTER_TRAINING = ("optimizer", "compilation")
-"""Callbacks undo these settings after training, so their verdicts replace the Trainer's."""
+"""Topics of settings that callbacks undo after training. The callback's verdict then replaces the
+check of the Trainer."""
 
 SORT_ORDER: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
 
@@ -71,9 +72,9 @@ class Diagnosis(Report):
 
     def __init__(self, verdicts: Sequence[Verdict], notes: Sequence[str] = ()) -> None:
         self.verdicts = sorted(verdicts, key=_priority)
-        number = {state: sum(v.state == state for v in verdicts) for state in SORT_ORDER}
+        counts = {state: sum(v.state == state for v in verdicts) for state in SORT_ORDER}
         title = (
-            f"Diagnosis: {number['look']} to look at, {number['ok']} ok, {number['unknown']} not "
+            f"Diagnosis: {counts['look']} to look at, {counts['ok']} ok, {counts['unknown']} not "
             "measured"
         )
         rows = [
@@ -202,12 +203,12 @@ def memory(trainer: pl.Trainer) -> list[Verdict]:
     if peak is None or not peak.used:
         return []
     used = peak.fraction
-    of = f"{peak.used / MB:,.0f} of {peak.total / MB:,.0f} MB ({peak.source})"
-    finding = f"At the peak, memory was {used:.0%} full: {of}."
+    amounts = f"{peak.used / MB:,.0f} of {peak.total / MB:,.0f} MB ({peak.source})"
+    finding = f"At the peak, memory was {used:.0%} full: {amounts}."
     verdicts = [Verdict("memory", "ok", finding)]
     if used > NEARLY_FULL:
-        split = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
-        verdicts = [Verdict("memory", "look", finding, split, gain=min(1.0, used))]
+        advice = "A larger batch may run out of memory. MicroBatching('auto') then splits it."
+        verdicts = [Verdict("memory", "look", finding, advice, gain=min(1.0, used))]
     if device.type == "cuda" and used < HALF_EMPTY:
         verdicts.append(Verdict("batch size", "look", finding, HINTS["batch size"]))
     elif device.type == "cuda":

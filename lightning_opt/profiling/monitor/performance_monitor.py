@@ -33,9 +33,10 @@ WARMUP = 2
 """Number of first steps that are not timed: caches are cold, and some models compile in step 2."""
 
 CAUSES = (
-    "DataMonitor measures waiting for data, LeakDetector growing memory; perf/gpu_celsius shows "
+    "DataMonitor measures waiting for data, LeakDetector memory growth, and perf/gpu_celsius "
     "overheating."
 )
+"""How to find the cause of a slowdown."""
 
 
 class PerformanceMonitor(RunCallback):
@@ -56,7 +57,7 @@ class PerformanceMonitor(RunCallback):
     ============================== ================================================================
     ``perf/step_seconds``          median of the steps since the last report
     ``perf/step_p95_seconds``      95th percentile of the same steps
-    ``perf/samples_per_second``    over all ranks, if each has the same number
+    ``perf/samples_per_second``    of all ranks, if their batches have the same size
     ``perf/tokens_per_second``     the same for tokens, with ``tokens``
     ``perf/gpu_percent``           share of the time in which the GPU ran anything
     ``perf/gpu_memory_mb``         GPU memory used by all processes
@@ -72,13 +73,13 @@ class PerformanceMonitor(RunCallback):
         sample_seconds: Seconds between two samples of the machine, at least 0.01.
         tokens: Number of tokens per sample, or a key of the batch. With a key, the elements of that
             tensor are counted, including padding.
-        slowdown: Drop of throughput that triggers a warning, from 0.01 to 0.99.
+        slowdown: Relative drop of throughput that triggers a warning, from 0.01 to 0.99.
 
     Attributes:
         record: The measurements of the last run.
 
     Raises:
-        ValueError: If an argument is out of range; at the first batch if it has no key ``tokens``.
+        ValueError: If an argument is out of range, or the first batch has no key ``tokens``.
 
     Example:
         >>> import lightning as L
@@ -115,8 +116,8 @@ class PerformanceMonitor(RunCallback):
     def _reset_run(self) -> None:
         """Reset the per-run state."""
         self.record = Record()
-        self._seen = 0
-        self._window_step = 0
+        self._steps_of_run = 0
+        self._window_start = 0
         self._amounts: deque[tuple[int, int]] = deque()
         self._losses = LossHistory(self.record.losses, delay=1)
 
@@ -126,14 +127,14 @@ class PerformanceMonitor(RunCallback):
         return self._throughput.find_slowdown(self.slowdown)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock. The history continues if the run continues."""
+        """Start the clock. The history continues if the run is resumed."""
         self.release(trainer)
         self._reset_run()
         if trainer.global_step == 0:
             self._reset_history()
         self.record.ranks = trainer.world_size
         self._clock = StepClock(trainer.strategy.root_device)
-        self._window_step = trainer.global_step
+        self._window_start = trainer.global_step
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Discard the current step. It would include validation or the start of workers."""
@@ -171,11 +172,11 @@ class PerformanceMonitor(RunCallback):
         if self._clock is None:
             return
         amount = samples_in(batch, default=1), self._tokens_of(batch)
-        keep = self._seen >= WARMUP
+        keep = self._steps_of_run >= WARMUP
         if keep:
             self._amounts.append(amount)
         self._clock.stop(keep=keep)
-        self._seen += 1
+        self._steps_of_run += 1
         self._steps += 1
         if self._schedule.is_due(self._steps):
             self._losses.add(outputs, self._steps, trainer.accumulate_grad_batches)
@@ -195,7 +196,7 @@ class PerformanceMonitor(RunCallback):
     def _close_window(self, trainer: pl.Trainer) -> dict[str, float]:
         """Return the values to log for the steps and samples since the last report."""
         window = self._take_steps()
-        start, self._window_step = self._window_step, trainer.global_step
+        start, self._window_start = self._window_start, trainer.global_step
         scalars = Record(self._take_samples()).means()
         if window.steps.count:
             scalars["step_seconds"] = window.steps.quantile(0.5)

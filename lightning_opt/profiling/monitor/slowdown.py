@@ -13,7 +13,7 @@ from lightning_opt.core.output.loggers import History
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.profiling.durations import Work
 
-UNITS = {
+LABELS = {
     "gpu_percent": ("GPU use", "%"),
     "gpu_memory_mb": ("GPU memory", "MB"),
     "gpu_watts": ("GPU power", "W"),
@@ -114,15 +114,12 @@ def _fit_slowdown(values: Sequence[float]) -> tuple[int, list[float]]:
 
 
 def _standard_error(residuals: Sequence[float], before: int, after: int) -> float:
-    """Return the standard error of the difference between two means.
-
-    The means are over ``before`` and ``after`` values.
-    """
-    scale = sum(value * value for value in residuals)
-    if not scale:
+    """Return the standard error of the difference of means over ``before`` and ``after`` values."""
+    squares = sum(value * value for value in residuals)
+    if not squares:
         return 0.0
     # Autocorrelated values carry less information. The added term corrects a bias of short series.
-    estimate = sum(a * b for a, b in itertools.pairwise(residuals)) / scale + 8 / len(residuals)
+    estimate = sum(a * b for a, b in itertools.pairwise(residuals)) / squares + 8 / len(residuals)
     correlation = min(0.95, max(0.0, estimate))
     sigma = 1.4826 * statistics.median(map(abs, residuals))
     return sigma * math.sqrt((1 + correlation) / (1 - correlation) * (1 / before + 1 / after))
@@ -131,7 +128,7 @@ def _standard_error(residuals: Sequence[float], before: int, after: int) -> floa
 class Throughput:
     """The throughput of a run, as two histories of bounded length.
 
-    ``newest`` holds the newest reports. It shows a sudden slowdown soon, even late in a long run.
+    ``newest`` holds the newest reports. It shows a sudden slowdown early, even in a long run.
     ``whole`` covers the whole run and shows gradual slowdowns. When it is full, pairs of points are
     merged, which halves its resolution.
 
@@ -197,7 +194,7 @@ class Record:
     Attributes:
         ranks: Number of processes.
         work: The timed steps.
-        losses: The loss of each batch at which a report was due, by the batch's number.
+        losses: One loss per report, by the number of its batch.
         samples: Count, sum and largest value of each sampled quantity.
     """
 
@@ -212,12 +209,12 @@ class Record:
         """Add samples to the count, sum and largest value of each quantity."""
         for sample in samples:
             for name, value in sample.items():
-                number, total, largest = self.samples.get(name, (0, 0.0, value))
-                self.samples[name] = number + 1, total + value, max(largest, value)
+                count, total, largest = self.samples.get(name, (0, 0.0, value))
+                self.samples[name] = count + 1, total + value, max(largest, value)
 
     def means(self) -> dict[str, float]:
         """Return the mean of each sampled quantity."""
-        return {name: total / number for name, (number, total, _) in self.samples.items()}
+        return {name: total / count for name, (count, total, _) in self.samples.items()}
 
 
 def build_report(record: Record, slowdown: Slowdown | None) -> Report:
@@ -232,12 +229,12 @@ def build_report(record: Record, slowdown: Slowdown | None) -> Report:
     means = record.means()
     rows += [
         _row(words, unit, means[name], record.samples[name][2])
-        for name, (words, unit) in UNITS.items()
+        for name, (words, unit) in LABELS.items()
         if name in means
     ]
     notes = []
     if rows:
-        ranks = " over all ranks" if record.ranks > 1 else ""
+        ranks = ", summed over all ranks" if record.ranks > 1 else ""
         notes.append(
             "Steps: median and 95th percentile. Sampled quantities: mean and largest value. Rates: "
             f"means{ranks}."
@@ -270,15 +267,15 @@ def judge(record: Record, slowdown: Slowdown | None) -> list[Verdict]:
 
 def _judge_throughput(record: Record, slowdown: Slowdown | None) -> Verdict:
     step = f"A step takes {1e3 * record.work.steps.quantile(0.5):.3g} ms"
-    use = record.means().get("gpu_percent", 100.0)
+    gpu_percent = record.means().get("gpu_percent", 100.0)
     if slowdown is not None:
         finding = describe(slowdown)
-        advice = "DataMonitor() measures waiting for data, LeakDetector() growing memory."
+        advice = "DataMonitor() measures waiting for data, and LeakDetector() memory growth."
         return Verdict("throughput", "look", finding, advice, gain=slowdown.drop)
-    if use < MIN_GPU_PERCENT:
-        finding = f"{step}; the GPU was busy {use:.0f}% of the time."
+    if gpu_percent < MIN_GPU_PERCENT:
+        finding = f"{step}; the GPU was busy {gpu_percent:.0f}% of the time."
         advice = "Trainer(profiler=StepProfiler()) measures what the GPU waits for."
-        return Verdict("throughput", "look", finding, advice, gain=1 - use / 100)
+        return Verdict("throughput", "look", finding, advice, gain=1 - gpu_percent / 100)
     return Verdict("throughput", "ok", f"{step}, and throughput has not fallen.")
 
 
@@ -286,7 +283,7 @@ def _judge_convergence(losses: list[float]) -> Verdict:
     bad = sum(not math.isfinite(loss) for loss in losses)
     if bad:
         finding = f"{bad} of {len(losses)} recorded losses were NaN or infinite."
-        advice = "Add NonFiniteGuard(). GradientHealth() shows the layer where it begins."
+        advice = "Add NonFiniteGuard(). GradientHealth() shows the first affected layer."
         return Verdict("convergence", "look", finding, advice, gain=bad / len(losses))
     if len(losses) < MIN_LOSSES:
         finding = f"Only {len(losses)} losses were recorded, one per report."

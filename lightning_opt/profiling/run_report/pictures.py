@@ -46,7 +46,7 @@ EVENTS = {
 
 
 class Panel(NamedTuple):
-    """One pair of axes.
+    """One plot of a picture.
 
     Attributes:
         unit: The label of the y axis; empty for a heat map with one row per series.
@@ -108,12 +108,12 @@ class Data(NamedTuple):
 
 def draw(title: str, data: Data) -> Figure:
     panels = data.panels(title)
-    rows = [0 if panel.unit else len(data.find(*panel.lines)) for panel in panels]
-    heights = [min(0.9 + 0.2 * count, 4.2) if count else 2.4 for count in rows]
+    row_counts = [0 if panel.unit else len(data.find(*panel.lines)) for panel in panels]
+    heights = [min(0.9 + 0.2 * count, 4.2) if count else 2.4 for count in row_counts]
     with rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, sum(heights)))
-        every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
-        for panel, axes in zip(panels, every[:, 0], strict=True):
+        column = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
+        for panel, axes in zip(panels, column[:, 0], strict=True):
             (_plot if panel.unit else _heat_map)(figure, axes, panel, data)
             axes.locator_params("x", integer=True)
             axes.xaxis.set_major_formatter("{x:,g}")
@@ -142,7 +142,7 @@ def _plot(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
 
 
 def _choose_range(axes: Axes, totals: Any) -> None:
-    """Set a linear or logarithmic range. Short spikes are cut off; the legend has their height."""
+    """Choose a linear or log range. Short spikes are cut off; the legend states their height."""
     drawn = {line: _finite(line.get_ydata()) for line in axes.lines}
     curves = [curve for curve in (*drawn.values(), totals) if curve.size] or [np.zeros(1)]
     smooth = [np.median(sliding_window_view(np.pad(c, 2, "edge"), 5), 1) for c in curves]
@@ -191,11 +191,11 @@ def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
     grid = [[row.get(step) or math.nan for step in steps] for row in rows.values()]
     known = [value for values in grid for value in values if math.isfinite(value)] or [1.0]
     norm = LogNorm(min(known), 1.01 * max(known))
-    # Each report covers the steps since the previous report.
+    # A report's column spans the steps since the previous report.
     mesh = axes.pcolormesh([0, *steps], range(len(rows) + 1), grid, norm=norm, rasterized=True)
     names = [name if len(name) <= MAX_NAME else f"…{name[-MAX_NAME:]}" for name in rows]
-    every = math.ceil(len(names) / 20)
-    axes.set_yticks([place + 0.5 for place in range(0, len(names), every)], names[::every])
+    interval = math.ceil(len(names) / 20)
+    axes.set_yticks([row + 0.5 for row in range(0, len(names), interval)], names[::interval])
     axes.invert_yaxis()
     axes.grid(visible=False)
     colours: Any = figure.colorbar(mesh, ax=axes, format="{x:g}", aspect=30, pad=0.02)
@@ -204,10 +204,10 @@ def _heat_map(figure: Figure, axes: Axes, panel: Panel, data: Data) -> None:
 
 def to_svg(title: str, data: Data) -> str:
     """Return a picture as an SVG element."""
-    text, unique = io.StringIO(), {"svg.hashsalt": title}  # reproducible identifiers
-    with rc_context(unique, STYLE):  # type: ignore[arg-type]
-        draw(title, data).savefig(text, format="svg", transparent=True)
-    svg = re.sub(r"<metadata>.*?</metadata>", "", text.getvalue(), flags=re.S)
+    file, settings = io.StringIO(), {"svg.hashsalt": title}  # reproducible identifiers
+    with rc_context(settings, STYLE):  # type: ignore[arg-type]
+        draw(title, data).savefig(file, format="svg", transparent=True)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.S)
     return re.sub(r'(width|height)="[\d.]+pt" ', "", svg[svg.index("<svg") :], count=2)
 
 

@@ -32,7 +32,7 @@ CALLBACK = "callback "
 """Prefix in the phase names of callbacks."""
 
 IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
-"""Actions that are not phases. The enclosing phase includes ``IGNORED``; others are special."""
+"""Numbers of actions that are not phases. ``IGNORED`` actions belong to the enclosing phase."""
 
 MAX_PHASES = 200
 """Maximum number of phases. Further callbacks, regions and actions count as ``other``."""
@@ -160,12 +160,12 @@ def _runs_on_device(phase: int) -> bool:
 
 
 def _priority(phase: int) -> int:
-    """Return the priority of a phase. It absorbs the phases inside it of lower priority."""
+    """Return a phase's priority. Inner phases of lower priority count for the outer phase."""
     return _PRIORITIES.get(phase, int(phase >= len(NAMES)))
 
 
 HOST = -1
-"""Pseudo-phase: the device is in no phase, because the current phase runs only on the host."""
+"""Phase number of the device while the current phase runs only on the host."""
 
 
 class DeviceClock:
@@ -173,8 +173,7 @@ class DeviceClock:
 
     It records an event at each change of phase. At the end of each step, it reads the events that
     the device has passed. The time between two events counts for the phase of the first event, even
-    if the device is idle for part of it. CUDA limits the number of events that wait to be read: the
-    host waits when the device's queue is full.
+    if the device is idle for part of it. If the device's queue is full, CUDA makes the host wait.
 
     Args:
         device: The CUDA device.
@@ -190,7 +189,7 @@ class DeviceClock:
         self._record_event()
 
     def mark(self, phase: int) -> None:
-        """Assign the work queued from now on to ``phase``. ``HOST`` means no phase."""
+        """Assign the work queued from now on to ``phase``, or to ``HOST``."""
         if phase != self._phase:
             self._phase = phase
             self._record_event()
@@ -234,8 +233,8 @@ class DeviceClock:
 class PhaseClock:
     """Assigns each moment to the innermost open phase, so that no time counts twice.
 
-    Phases are nested like brackets. Leaving a phase also leaves the phases inside it that an
-    exception has left open. A step lasts from one :meth:`end_step` to the next. ``durations`` has
+    Phases are nested like brackets. Leaving a phase also closes inner phases that are still open
+    after an exception. A step lasts from one :meth:`end_step` to the next. ``durations`` has
     one entry per phase for each step in which the phase ran: its total time in that step.
 
     Args:

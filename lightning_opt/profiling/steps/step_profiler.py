@@ -1,4 +1,4 @@
-"""The profiler that measures the phases of a run, and the measurements of a run."""
+"""StepProfiler, which measures the phases of a run, and the measurements of one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_opt.profiling.steps.step_run import StepRun
 from lightning_opt.trainer.lightning import BaseProfiler
 
 DATA_BOUND, COMMUNICATION_BOUND = 0.2, 0.3
-"""Shares of the step time. Above them, waiting for data or for gradients is a problem."""
+"""Largest acceptable shares of the step time for data and for gradient communication."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Measures:
 
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        clock: Durations by phase, and the steps that count.
+        clock: Durations by phase, and the timed training steps.
         wall: Seconds of the run; None during the run.
         batches: Number of training batches.
         flops: FLOPs of the first batch; None if not counted.
@@ -113,15 +113,15 @@ class Measures:
         notes = self._throughput()
         clock = self.clock if self.clock.device is None else self.clock.device
         for name, moved in self.bytes.items():
-            spent = clock.durations.get(self.clock.phases.number(name))
-            if spent is not None and spent.total:
-                notes.append(f"{name.capitalize()}: {moved / spent.total / 1e9:.4g} GB/s.")
+            region = clock.durations.get(self.clock.phases.number(name))
+            if region is not None and region.total:
+                notes.append(f"{name.capitalize()}: {moved / region.total / 1e9:.4g} GB/s.")
         if self.ranks:
-            most = max(self.ranks)
-            lag = most - (sum(self.ranks) - most) / (len(self.ranks) - 1)
+            busy = max(self.ranks)
+            lag = busy - (sum(self.ranks) - busy) / (len(self.ranks) - 1)
             notes.append(
-                f"Slowest rank: {self.ranks.index(most)}, busy {1e3 * most:.3g} ms per batch, "
-                f"{1e3 * lag:.3g} ms ({100 * lag / most:.1f}%) more than the mean of the others."
+                f"Slowest rank: {self.ranks.index(busy)}, busy {1e3 * busy:.3g} ms per batch, "
+                f"{1e3 * lag:.3g} ms ({100 * lag / busy:.1f}%) more than the mean of the others."
             )
         if self.clock.device is not None:
             notes.append(
@@ -131,7 +131,7 @@ class Measures:
         return [*notes, *self.notes]
 
     def _throughput(self) -> list[str]:
-        each, rates = " on each rank" if self.world_size > 1 else "", self.rates
+        place, rates = " on each rank" if self.world_size > 1 else "", self.rates
         parts = [
             f"{rates[f'{unit}_per_second']:.4g} {unit}/s"
             for unit in ("samples", "tokens")
@@ -146,7 +146,7 @@ class Measures:
             )
         if self.peak and "mfu" in rates:
             parts.append(f"MFU {100 * rates['mfu']:.1f}% of {self.peak / 1e12:.4g} TFLOP/s")
-        return [*([f"While training{each}: {', '.join(parts)}."] if parts else []), *notes]
+        return [*([f"While training{place}: {', '.join(parts)}."] if parts else []), *notes]
 
 
 def _row(name: str, durations: Durations, wall: float) -> dict[str, Any]:
@@ -171,8 +171,8 @@ class StepProfiler(BaseProfiler):
     The phases are data wait, transfer, forward, loss, backward, gradient communication, clipping,
     each callback by name, optimizer step, logging, validation, checkpoint, and Lightning's own
     loop. Time counts only for the innermost phase. On CUDA, each phase's device time is measured
-    too. Its events are read some steps later, so no step waits for the device. Memory does not grow
-    with the run.
+    too, by events that are read some steps later, so no step waits for the device. Memory does not
+    grow with the run.
 
     At the end of a run, rank 0 prints the table. :meth:`report` returns it. With several processes,
     every rank needs its own profiler.
@@ -320,8 +320,8 @@ class StepProfiler(BaseProfiler):
         stage = stage or ("fit" if "fit" in self._runs else next(reversed(self._runs), ""))
         if stage not in self._runs:
             raise RuntimeError(
-                f"StepProfiler has not measured such a run, only {sorted(self._runs) or 'none'}: "
-                "pass it to a Trainer as profiler=."
+                f"StepProfiler has not measured this run (measured: {sorted(self._runs)}). "
+                "Pass it to a Trainer as profiler=."
             )
         return self._runs[stage]
 
@@ -333,7 +333,7 @@ class StepProfiler(BaseProfiler):
         return self.measures(stage).report()
 
     def diagnose(self) -> list[Verdict]:
-        """Return verdicts on the longest phase and on waiting for data."""
+        """Return verdicts on the longest phase, communication and waiting for data."""
         seconds = self._runs["fit"].seconds_of_steps() if "fit" in self._runs else {}
         total = sum(seconds.values())
         if not total:
@@ -346,7 +346,7 @@ class StepProfiler(BaseProfiler):
         sending = seconds.get(NAMES[COMMUNICATION], 0.0) / total
         verdicts = [Verdict("profile", "ok", finding)]
         if sending > COMMUNICATION_BOUND:
-            advice = "Trainer(strategy='ddp_compressed') sends fewer bytes if that pays."
+            advice = "Trainer(strategy='ddp_compressed') sends fewer bytes if that saves time."
             verdicts = [Verdict("profile", "look", finding, advice, gain=sending)]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
         if waiting > DATA_BOUND:

@@ -1,4 +1,4 @@
-"""One run under StepProfiler: the hooks on the model, and the phase of each of its actions."""
+"""Measures one run for StepProfiler: the phases of Lightning's actions, and hooks on the model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StepRun:
 
     def _resolve(self, action: str) -> int:
         phase = self.clock.phases.of(action, self.trainer)
-        if phase != phases.OTHER:  # ever-changing names would fill memory
+        if phase != phases.OTHER:  # caching names that never repeat would fill memory
             self._phase_of[action] = phase
         # Setup ends when an evaluation fetches its first batch.
         if phase == phases.DATA and self.clock.depth == 0:
@@ -84,7 +84,7 @@ class StepRun:
                 self._end_step()
             clock.enter(phases.DATA, action)
         elif phase == phases.BATCH:
-            if self._step_open:  # no fetch ended it: `training_step` fetches the batches itself
+            if self._step_open:  # not ended by a fetch: `training_step` fetches batches itself
                 self._end_step()
             self._start_batch(action)
         elif phase == phases.EPOCH:
@@ -214,8 +214,8 @@ class StepRun:
 class EpochHooks:
     """Hooks on the model and the Trainer's parts during one epoch.
 
-    The hooks are always removed. The end of an epoch is the only end that Lightning reports to
-    profilers even after an exception.
+    They last one epoch, because after an exception Lightning reports only the end of the epoch to
+    profilers.
 
     Args:
         clock: The clock to control.
@@ -236,7 +236,7 @@ class EpochHooks:
         modules = [self._module, *_children(self._module)]
         self.separates_forward = not any(map(hooks_are_compiled, modules))
         self.samples = self.tokens = 0
-        self._open: nn.Module | None = None
+        self._open_module: nn.Module | None = None
         with ExitStack() as stack:
             self._attach(stack, modules if self.separates_forward else [])
             self.remove = stack.pop_all().close
@@ -287,12 +287,12 @@ class EpochHooks:
         if self.clock.phase == phases.LOSS:
             if module is self._module and _calls_training_step(module):
                 return
-            self._open = module
+            self._open_module = module
             self.clock.enter(phases.FORWARD, self)
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
-        if module is self._open:
-            self._open = None
+        if module is self._open_module:
+            self._open_module = None
             self.clock.leave(self)
 
     # --- backward and the wait for gradients ----------------------------------------------------
@@ -303,7 +303,7 @@ class EpochHooks:
     ) -> Any:  # fmt: skip
         with self.clock.within(phases.BACKWARD), ExitStack() as stack:
             if self._reduces_gradients() and isinstance(loss, Tensor) and loss.requires_grad:
-                stack.callback(loss.register_hook(self._queue_communication).remove)
+                stack.callback(loss.register_hook(self._queue_enter_communication).remove)
             return inner(loss, model, optimizer, *args, **kwargs)
 
     def _reduces_gradients(self) -> bool:
@@ -311,9 +311,9 @@ class EpochHooks:
             return False
         return bool(getattr(self._trainer.strategy.model, "require_backward_grad_sync", True))
 
-    def _queue_communication(self, gradient: Tensor) -> None:
-        # Autograd runs queued callbacks in order, after all gradients are computed. DDP and FSDP
-        # queue theirs later. Those wait for communication, so this one starts the phase.
+    def _queue_enter_communication(self, gradient: Tensor) -> None:
+        # Autograd runs queued callbacks in order after the backward pass. DDP and FSDP queue their
+        # waits for communication later, so this callback runs before them.
         torch.autograd.Variable._execution_engine.queue_callback(self._enter_communication)
 
     def _enter_communication(self) -> None:

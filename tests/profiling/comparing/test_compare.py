@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import Callback
 
 import lightning_opt as lo
-from lightning_opt.profiling.comparing.compare import Comparison, Run, Training, _turns
+from lightning_opt.profiling.comparing.compare import Comparison, Run, Training, _turn_lengths
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.training_process import TrainingProcess
 from tests.profiling.fitting import CPU, Net, Waits, mishap, rows
@@ -92,8 +92,8 @@ def test_json_and_text(comparison):
     assert [len(turn) for turn in content["trainings"]["plain"][0]["seconds"]] == [2] * 4
     assert "segfaults" in content["failures"]["broken"]["details"]
     text = str(comparison)
-    assert "would not have been seen" in text
-    assert "process of its own: 2, with up to 4 turns" in text
+    assert "cannot be detected" in text
+    assert "Starts of each configuration: 2, with up to 4 turns" in text
 
 
 def test_turns_rotate_and_starts_are_new_processes(tmp_path):
@@ -155,8 +155,8 @@ def test_nonfinite_loss_is_null():
 
 
 def test_steps_of_turns():
-    assert _turns(None, 12, [0.02, 0.01]) == [5] * 12
-    assert _turns(10, 4, []) == [3, 3, 2, 2]
+    assert _turn_lengths(None, 12, [0.02, 0.01]) == [5] * 12
+    assert _turn_lengths(10, 4, []) == [3, 3, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The page of real runs: its first screen, its pictures, and when it is written."""
+"""The report page of real runs: its findings, its pictures, and when it is written."""
 
 import html
 import re
@@ -35,7 +35,7 @@ class Reader(HTMLParser):
     """Reads the texts of a page by section and tag.
 
     Attributes:
-        found: Section, tag and text of each innermost text.
+        found: Section, tag and text of each piece of text.
         tags: All tags.
     """
 
@@ -80,7 +80,7 @@ def titles_of(page: Reader) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    """Drawing takes a process that imports matplotlib."""
+    """Disable pictures, because drawing starts a process that imports matplotlib."""
     monkeypatch.setattr(page_module, "find_spec", lambda name: None)
 
 
@@ -89,11 +89,11 @@ def pictures(monkeypatch):
     monkeypatch.setattr(page_module, "find_spec", find_spec)
 
 
-# --- the first screen ---------------------------------------------------------------------------
+# --- findings and setup --------------------------------------------------------------------------
 
 
 class Items(Dataset[Any]):
-    """Slow rows with targets that explode."""
+    """Slow samples whose targets become huge."""
 
     def __len__(self) -> int:
         return 160
@@ -110,8 +110,8 @@ class Troubled(SmallNet):
         return DataLoader(Items(), batch_size=4)
 
 
-class NearTheLimit(Callback):
-    """Leaves little of the address space."""
+class LimitsMemory(Callback):
+    """Limits the address space to 64 MB more than is used."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 2:
@@ -125,14 +125,14 @@ def _three_problems(folder):
     callbacks = [
         lo.GradientHealth(every_n_steps=5),
         lo.DataMonitor(every_n_steps=10),
-        NearTheLimit(),
+        LimitsMemory(),
         lo.RunReport(),
     ]
     fit(folder, *callbacks, model=Troubled(lr=1e-9))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-def test_three_planted_problems_are_the_three_findings(tmp_path):
+def test_three_planted_problems_become_three_findings(tmp_path):
     launch(_three_problems, tmp_path, processes=1)
     page = read(tmp_path)
     findings, code = page.texts("findings", "h3"), page.texts("findings", "pre")
@@ -146,8 +146,8 @@ def test_three_planted_problems_are_the_three_findings(tmp_path):
     assert page.sentence.startswith("Finished after 40 steps in ")
 
 
-def test_page_of_a_run_with_everything(tmp_path, pictures):
-    """All sections, pictures and settings; neither scripts nor the network; images for loggers."""
+def test_page_has_all_sections_pictures_and_settings(tmp_path, pictures):
+    """It needs neither scripts nor the network, and loggers receive its images."""
     profiler = lo.StepProfiler(print_table=False)
     callbacks = [
         lo.RunReport(),
@@ -262,8 +262,8 @@ def test_out_of_memory_is_the_first_finding(tmp_path, pictures):
     with pytest.raises(RuntimeError, match="allocate"):
         fit(tmp_path, lo.RunReport(), model=Large())
     page = read(tmp_path)
-    asked = f"Memory ran out at step 3: tried to allocate {4 * 2**50} bytes."
-    assert page.texts("findings", "h3")[0] == asked
+    finding = f"Memory ran out at step 3: tried to allocate {4 * 2**50} bytes."
+    assert page.texts("findings", "h3")[0] == finding
     assert page.texts("findings", "pre")[0] == "Trainer(callbacks=[lo.MicroBatching('auto')])"
     assert any("out of memory" in text for text in page.texts("pictures", "text"))
 
@@ -311,7 +311,7 @@ def test_exception_before_the_first_step_writes_the_page(tmp_path):
     assert "ArithmeticError: planted after 0 steps in " in read(tmp_path).sentence
 
 
-def test_failing_report_becomes_a_row_and_failing_series_a_sentence(tmp_path, pictures):
+def test_failing_report_and_failing_series_are_named_on_the_page(tmp_path, pictures):
     class Broken(Callback):
         def diagnose(self) -> list[Any]:
             return []
@@ -342,10 +342,10 @@ def test_resumed_run_continues_the_curve(tmp_path):
     assert " after 24 steps (resumed at 12) in " in read(tmp_path / "2").sentence
 
 
-# --- what is measured ---------------------------------------------------------------------------
+# --- recorded losses ---------------------------------------------------------------------------
 
 
-def test_loss_is_that_of_each_batch_with_accumulation_and_is_not_logged(tmp_path):
+def test_loss_of_each_accumulated_batch_is_recorded_and_not_logged(tmp_path):
     losses, logger = [], MemoryLogger()
 
     class Keeps(SmallNet):
@@ -365,7 +365,7 @@ def test_loss_is_that_of_each_batch_with_accumulation_and_is_not_logged(tmp_path
 # --- loggers, notebooks, matplotlib -------------------------------------------------------------
 
 
-def test_wandb_and_mlflow_get_pictures(tmp_path):
+def test_wandb_and_mlflow_receive_pictures(tmp_path):
     images: list[Any] = []
     wandb = SimpleNamespace(log_image=lambda *image: images.append(image))
     client = SimpleNamespace(log_artifact=lambda *image: images.append(image))
@@ -388,7 +388,7 @@ def test_notebook_shows_the_page_in_a_frame(tmp_path):
     assert written.texts("pictures", "p") == [needed]
 
 
-def test_report_of_a_run_without_the_callback_has_the_others(tmp_path, pictures):
+def test_report_without_the_callback_shows_the_other_callbacks(tmp_path, pictures):
     trainer = fit(tmp_path, lo.GradientHealth(every_n_steps=2))
     page = Reader(lo.report(trainer))
     assert page.sentence == "12 steps"
@@ -403,7 +403,7 @@ def legend_of(figure: Any) -> list[str]:
     return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
-def test_phases_are_grouped_and_shares_add_up():
+def test_phases_are_grouped_and_their_shares_add_up():
     names = {"data_wait": 3.0, "forward": 1.0, "loss": 1.0, "callback_A_B": 2.0, "other": 3.0}
     series = {f"time/{name}_ms": [(10, ms), (20, ms)] for name, ms in names.items()}
     series["time/step_ms"] = [(10, 10.0), (20, 10.0)]
@@ -412,7 +412,7 @@ def test_phases_are_grouped_and_shares_add_up():
 
 
 @pytest.mark.parametrize("spikes", [{50, 51}, range(0, 100, 20)])
-def test_short_spikes_leave_the_range_of_the_axis(spikes):
+def test_short_spikes_do_not_widen_the_y_axis(spikes):
     points = [(step, 1e12 if step in spikes else 2.0 + step / 100) for step in range(1, 101)]
     (axes, _) = draw("Loss and gradient norm", Data({"loss": points, "clip/norm": points})).axes
     low, high = axes.get_ylim()
@@ -423,7 +423,7 @@ def test_short_spikes_leave_the_range_of_the_axis(spikes):
 
 
 @pytest.mark.parametrize("decades", [2, 5, 30])
-def test_axis_of_many_decades_is_labelled(decades):
+def test_y_axis_of_many_decades_has_three_to_eight_labels(decades):
     points = [(step, 10.0 ** (-step * decades / 100)) for step in range(100)]
     axes = draw("Loss and gradient norm", Data({"loss": points})).axes[0]
     low, high = axes.get_ylim()
@@ -431,7 +431,7 @@ def test_axis_of_many_decades_is_labelled(decades):
     assert 3 <= len([tick for tick in axes.get_yticks() if low <= tick <= high]) <= 8
 
 
-def test_time_axis_is_the_run_in_every_picture():
+def test_x_axis_spans_the_run_in_every_picture():
     series = {"loss": [(0, 1.0), (500, 1.0)], "accumulation/batches": [(3, 2.0)]}
     for title in ("Loss and gradient norm", "Batch sizes and communication"):
         axes = draw(title, Data(series, [(510, "out of memory")])).axes[-1]
@@ -454,7 +454,7 @@ def test_any_number_of_layers_with_zeros_and_nan_is_drawn(count):
     assert len(draw("Gradient RMS by layer", Data(series)).axes[0].get_yticks()) <= 20
 
 
-def test_values_that_are_never_finite_are_drawn():
+def test_series_without_finite_values_are_drawn():
     series = {"loss": [(1, float("nan")), (2, float("inf"))], "health/norm": [(1, float("inf"))]}
     ET.fromstring(to_svg("Loss and gradient norm", Data(series)))
 

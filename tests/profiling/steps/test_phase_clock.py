@@ -53,7 +53,7 @@ def totals(clock: PhaseClock) -> dict[int, float]:
 # --- durations ----------------------------------------------------------------------------------
 
 
-def test_quantiles_are_within_half_a_percent():
+def test_quantiles_of_durations_are_within_half_a_percent():
     draw = random.Random(0)
     values = sorted(draw.lognormvariate(-5.0, 1.0) for _ in range(5000))
     durations = Durations()
@@ -89,7 +89,7 @@ def test_time_counts_for_the_innermost_phase(timer):
     clock.end_step(trained=True)
     expected = {SETUP: 1.0, LOOP: 0.1, LOSS: 0.2, FORWARD: 0.3, BACKWARD: 0.5, OPTIMIZER: 0.7}
     assert totals(clock) == expected
-    assert clock.work.steps.total == pytest.approx(1.8)  # without the start
+    assert clock.work.steps.total == pytest.approx(1.8)  # without setup
     assert clock.elapsed == pytest.approx(2.8)
 
 
@@ -97,7 +97,7 @@ def test_leaving_after_an_exception_closes_inner_phases(timer):
     clock = PhaseClock(Phases(), SETUP)
     clock.leave("from before")
     clock.enter(LOOP, "epoch")
-    clock.enter(OPTIMIZER, "update")  # Lightning ends this one only if nothing was raised
+    clock.enter(OPTIMIZER, "update")  # Lightning does not end it after an exception
     clock.enter(FORWARD, "forward")
     timer.spend(1.0)
     clock.leave("epoch")
@@ -108,7 +108,7 @@ def test_leaving_after_an_exception_closes_inner_phases(timer):
     assert totals(clock) == {FORWARD: 1.0, SETUP: 2.0}
 
 
-def test_inner_phases_count_for_absorbing_phases(timer):
+def test_inner_phases_count_for_outer_phases_of_higher_priority(timer):
     phases = Phases()
     callback, region = phases.number("callback X"), phases.number("region r")
     clock = PhaseClock(phases, SETUP)
@@ -130,7 +130,7 @@ def test_inner_phases_count_for_absorbing_phases(timer):
     assert spend(PROFILER, LOSS, FORWARD, CHECKPOINT, region) == {PROFILER: 5.0}
 
 
-def test_steps_with_profiler_time_do_not_count(timer):
+def test_steps_with_profiler_time_are_excluded(timer):
     clock = PhaseClock(Phases(), SETUP)
     for phase in (FORWARD, PROFILER):
         clock.enter(phase, "it")
@@ -141,8 +141,7 @@ def test_steps_with_profiler_time_do_not_count(timer):
     assert sum(totals(clock).values()) == clock.elapsed
 
 
-def test_memory_is_bounded(timer, monkeypatch):
-    """Over thousands of steps, each with a new name of an action."""
+def test_memory_is_bounded_over_many_steps_and_action_names(timer, monkeypatch):
     trainer = quiet_trainer()
     trainer.strategy.connect(SmallNet())
     measures = Measures("fit", PhaseClock(Phases(), SETUP))
@@ -163,7 +162,7 @@ def test_memory_is_bounded(timer, monkeypatch):
             run.stop("run_training_batch")
         size = 0
         for value in vars(run).values():
-            with contextlib.suppress(Exception):  # the Trainer, and what is put around its methods
+            with contextlib.suppress(Exception):  # the Trainer and its patched methods
                 size += len(pickle.dumps(value))
         return size
 
@@ -189,13 +188,13 @@ class Data(LightningDataModule):
         return batch
 
 
-def test_phases_of_lightning_s_actions():
+def test_each_action_of_lightning_has_its_phase():
     fitting: Any = SimpleNamespace(
         state=SimpleNamespace(fn="fit"), callbacks=[], gradient_clip_val=None,
         lightning_module=Net(), datamodule=Data(),
     )  # fmt: skip
     phases = Phases()
-    known = {
+    expected = {
         "[Strategy]DDPStrategy.batch_to_device": "transfer",
         "[Strategy]SingleDeviceStrategy.validation_step": "validation",
         "[Callback]ModelCheckpoint{'monitor': 'a.b', 'mode': 'min'}.on_train_batch_end":
@@ -210,13 +209,13 @@ def test_phases_of_lightning_s_actions():
         "optimizer_step": "optimizer step",
         "something of mine": "something of mine",
     }  # fmt: skip
-    for action, name in known.items():
+    for action, name in expected.items():
         assert phases.names[phases.of(action, fitting)] == name, action
     assert phases.of("[Strategy]DDPStrategy.on_train_batch_start", fitting) == IGNORED
     assert phases.of("[Loop].something_new", fitting) == IGNORED
-    alone: Any = SimpleNamespace(state=SimpleNamespace(fn="validate"))
-    assert phases.of("[_EvaluationLoop].val_next", alone) == DATA
-    assert phases.of("[Strategy]DDPStrategy.validation_step", alone) == FORWARD
+    validating: Any = SimpleNamespace(state=SimpleNamespace(fn="validate"))
+    assert phases.of("[_EvaluationLoop].val_next", validating) == DATA
+    assert phases.of("[Strategy]DDPStrategy.validation_step", validating) == FORWARD
 
 
 # --- the device's clock -------------------------------------------------------------------------
@@ -226,7 +225,7 @@ class Device:
     """A device that works behind the host, and counts waits."""
 
     def __init__(self) -> None:
-        self.queued = 0.0  # when what was queued so far will be done
+        self.queued = 0.0  # the time at which all queued work ends
         self.done = 0.0
         self.waits = 0
 
@@ -250,16 +249,16 @@ class Event:
 
     def elapsed_time(self, other: "Event") -> float:
         assert self.query()
-        assert other.query(), "an event of the future has been read"
+        assert other.query(), "an event was read before the device passed it"
         return 1e3 * (other.time - self.time)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made_up = Device()
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(made_up))
+    simulated = Device()
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(simulated))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    return made_up
+    return simulated
 
 
 @pytest.mark.parametrize("behind", [0, 40])
@@ -281,11 +280,11 @@ def test_device_times_are_read_without_waiting(device, behind):
         assert clock.durations[phase].mean == pytest.approx(mean, rel=0.001)
 
 
-def test_device_phases_follow_the_host_s_phases(device, timer):
+def test_device_time_is_assigned_to_the_phase_of_the_host(device, timer):
     clock = PhaseClock(Phases(), SETUP, DeviceClock(torch.device("cuda")))
     for _ in range(40):
         clock.enter(DATA, "data")
-        device.work(0.5)  # the rest of the last update
+        device.work(0.5)  # the device still runs the last update
         clock.leave("data")
         clock.enter(LOSS, "step")
         device.work(1.0)
@@ -305,7 +304,7 @@ def test_device_phases_follow_the_host_s_phases(device, timer):
 
 
 @pytest.mark.gpu
-def test_device_time_on_a_gpu():
+def test_device_time_equals_event_time_on_a_gpu():
     clock = DeviceClock(torch.device("cuda"))
     for _ in range(40):
         clock.mark(FORWARD)

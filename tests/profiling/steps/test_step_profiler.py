@@ -23,10 +23,10 @@ from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.profiling.clock import Clock
 
 NAP = 0.02
-"""Seconds of the simulated clock."""
+"""The unit of the simulated times, in seconds."""
 
 
-def profiler(**settings: Any) -> lo.StepProfiler:
+def quiet_profiler(**settings: Any) -> lo.StepProfiler:
     return lo.StepProfiler(**{"print_table": False, **settings})
 
 
@@ -49,41 +49,40 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-# --- the sum ------------------------------------------------------------------------------------
+# --- sums --------------------------------------------------------------------------------------
 
 
-def account_for(accumulate: int, **settings: Any) -> dict[str, Any]:
-    """Return the phases of a fit."""
-    watched = profiler()
-    fit(watched, SmallNet(), logger=MemoryLogger(), accumulate_grad_batches=accumulate, **settings)
-    measures = watched.measures()
+def phases_of_a_fit(accumulate: int, **settings: Any) -> dict[str, Any]:
+    profiler = quiet_profiler()
+    fit(profiler, SmallNet(), logger=MemoryLogger(), accumulate_grad_batches=accumulate, **settings)
+    measures = profiler.measures()
     assert sum(measures.seconds.values()) == pytest.approx(measures.wall, rel=1e-9)
     return {
-        "rows": rows_of(watched),
+        "rows": rows_of(profiler),
         "batches": measures.batches,
         "ranks": measures.ranks,
     }
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_phases_account_for_the_wall_time(accumulate, monkeypatch):
+def test_phases_add_up_to_the_wall_time(accumulate, monkeypatch):
     monkeypatch.setattr(phase_clock, "perf_counter", Clock(tick=1e-3))
-    found = account_for(accumulate, num_sanity_val_steps=2, val_check_interval=6)
+    found = phases_of_a_fit(accumulate, num_sanity_val_steps=2, val_check_interval=6)
     assert found["batches"] == 12
     rows = found["rows"]
     # FLOPs are counted in the first batch, which is excluded. With accumulation it does not step.
     assert rows["backward"]["count"] == rows["forward"]["count"] == 11
     assert rows["optimizer step"]["count"] == (11 if accumulate == 1 else 4)
-    assert rows["validation"]["count"] == 3  # the sanity check, and two
+    assert rows["validation"]["count"] == 3  # the sanity check and two validations
     assert "gradient communication" not in rows
     shares = sum(float(row["share"].rstrip("%")) for row in rows.values())
     assert shares == pytest.approx(100.0, abs=0.1 * len(rows))
 
 
-def account_in_ddp() -> Any:
+def measure_in_ddp() -> Any:
     torch.manual_seed(0)
-    fits = [account_for(accumulate, devices=2, strategy="ddp") for accumulate in (1, 3)]
-    clock, watched = Clock(), profiler(flops=False, print_table=True)
+    fits = [phases_of_a_fit(accumulate, devices=2, strategy="ddp") for accumulate in (1, 3)]
+    clock, profiler = Clock(), quiet_profiler(flops=False, print_table=True)
 
     class SlowRank1(Callback):
         def on_after_backward(self, trainer: Any, *args: Any) -> None:
@@ -101,13 +100,13 @@ def account_in_ddp() -> Any:
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(phase_clock, "perf_counter", clock)
-        fit(watched, Net(), SlowRank1(), devices=2, strategy="ddp", limit_val_batches=0)
-    return fits, watched.measures().ranks, watched.measures().seconds, out.getvalue()
+        fit(profiler, Net(), SlowRank1(), devices=2, strategy="ddp", limit_val_batches=0)
+    return fits, profiler.measures().ranks, profiler.measures().seconds, out.getvalue()
 
 
 @pytest.mark.distributed
-def test_ranks_and_their_communication():
-    first, second = launch(account_in_ddp)
+def test_each_rank_measures_communication_and_busy_time():
+    first, second = launch(measure_in_ddp)
     for fits, ranks, seconds, _ in (first, second):
         # Only batches that step wait for communication. The first batch is excluded.
         for found, steps in zip(fits, (11, 4), strict=True):
@@ -224,40 +223,40 @@ class SpendingLogger(MemoryLogger):
         CLOCK.spend(NAP, "logging")
 
 
-def test_phases_equal_the_time_of_each_part(monkeypatch, tmp_path):
+def test_each_phase_has_the_time_that_its_part_spent(monkeypatch, tmp_path):
     monkeypatch.setattr(phase_clock, "perf_counter", CLOCK)
-    watched = profiler(flops=False, log_every_n_steps=0)
+    profiler = quiet_profiler(flops=False, log_every_n_steps=0)
     callbacks = [SpendingCallback(), ModelCheckpoint(tmp_path, save_top_k=-1)]
     settings = {"enable_checkpointing": True, "val_check_interval": 1, "limit_val_batches": 1}
-    fit(watched, Spending(), *callbacks, logger=SpendingLogger(), **settings)
+    fit(profiler, Spending(), *callbacks, logger=SpendingLogger(), **settings)
     assert len(CLOCK.spent) == 12
-    spent = {name: seconds for name, seconds in watched.measures().seconds.items() if seconds}
+    spent = {name: seconds for name, seconds in profiler.measures().seconds.items() if seconds}
     assert spent == pytest.approx(CLOCK.spent)
     outside = ("callback SpendingCallback", "validation", "checkpoint")
     step = sum(seconds for name, seconds in CLOCK.spent.items() if name not in outside)
     share = f"{CLOCK.spent['data wait'] / step:.0%}"
     finding = f"'data wait' takes longest, {share} of the step time without callbacks."
-    assert watched.diagnose()[0].finding == finding
+    assert profiler.diagnose()[0].finding == finding
 
 
 def test_forward_and_loss_are_one_phase_if_the_model_is_compiled():
     compiled = SmallNet()
     compiled.layer.compile(backend="eager")
-    watched = profiler()
-    fit(watched, compiled, limit_val_batches=0)
-    rows = rows_of(watched)
+    profiler = quiet_profiler()
+    fit(profiler, compiled, limit_val_batches=0)
+    rows = rows_of(profiler)
     assert rows["forward and loss"]["count"] == 12
     assert "forward" not in rows
-    assert any("compiled" in note for note in watched.report().notes)
+    assert any("compiled" in note for note in profiler.report().notes)
 
 
 # --- side effects ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fail_at", [None, 0, 4])
-def test_everything_is_removed_after_a_run_or_an_exception(fail_at):
-    def footprints(watched: Any) -> tuple[Any, ...]:
-        model, trainer = SmallNet(fail_at=fail_at), quiet_trainer(profiler=watched, max_epochs=2)
+def test_hooks_are_removed_after_a_run_or_an_exception(fail_at):
+    def footprints(profiler: Any) -> tuple[Any, ...]:
+        model, trainer = SmallNet(fail_at=fail_at), quiet_trainer(profiler=profiler, max_epochs=2)
         try:
             trainer.fit(model)
         except ArithmeticError:
@@ -267,17 +266,17 @@ def test_everything_is_removed_after_a_run_or_an_exception(fail_at):
         assert torch._C._len_torch_dispatch_stack() == 0
         return model_footprint(model), found, process_footprint()
 
-    footprints(None)  # whatever a first run makes for good
-    assert footprints(profiler()) == footprints(None)
+    footprints(None)  # the first run in a process creates lasting objects
+    assert footprints(quiet_profiler()) == footprints(None)
 
 
-def test_training_is_unchanged():
+def test_profiler_does_not_change_training():
     model = SmallNet("Adam")
     model.layer = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
     twin = copy.deepcopy(model)
-    for net, watched in ((model, None), (twin, profiler())):
+    for net, profiler in ((model, None), (twin, quiet_profiler())):
         torch.manual_seed(4)
-        fit(watched, net)
+        fit(profiler, net)
     assert_same_weights(twin, model)
 
 
@@ -293,18 +292,18 @@ def test_module_copies_have_no_active_hooks():
     class Idle(Callback):
         pass
 
-    copies, model, watched = Copies(), SmallNet(), profiler(flops=False)
-    fit(watched, model, copies, Idle())
-    callbacks = [name for name in rows_of(watched) if name.startswith("callback ")]
-    assert callbacks == ["callback Copies"]  # only those with hooks have phases
-    before = watched.report().rows
+    copies, model, profiler = Copies(), SmallNet(), quiet_profiler(flops=False)
+    fit(profiler, model, copies, Idle())
+    callbacks = [name for name in rows_of(profiler) if name.startswith("callback ")]
+    assert callbacks == ["callback Copies"]  # callbacks without hooks have no phase
+    before = profiler.report().rows
     assert copies.copy(torch.ones(2, 6)).shape == (2, 1)
-    assert watched.report().rows == before
+    assert profiler.report().rows == before
     assert copies.size < len(pickle.dumps(model.layer)) + 1000
 
 
-def test_steps_do_not_synchronize():
-    def syncs(watched: Any) -> dict[str, int]:
+def test_profiler_adds_no_waits_for_the_device():
+    def syncs(profiler: Any) -> dict[str, int]:
         class Counted(SmallNet):
             def on_train_batch_start(self, *args: Any) -> None:
                 if args[1] == 1:
@@ -315,37 +314,37 @@ def test_steps_do_not_synchronize():
 
         counted: dict[str, int] = {}
         with SyncCounter() as counter:
-            fit(watched, Counted())
+            fit(profiler, Counted())
         return counted
 
-    assert syncs(profiler(log_every_n_steps=0)) == syncs(None)
+    assert syncs(quiet_profiler(log_every_n_steps=0)) == syncs(None)
 
 
 # --- runs ---------------------------------------------------------------------------------------
 
 
-def test_second_fit_and_evaluations_are_measured():
-    watched, model = profiler(), SmallNet()
-    trainer = quiet_trainer(profiler=watched, max_epochs=2)
+def test_second_fit_and_each_evaluation_have_their_own_measures():
+    profiler, model = quiet_profiler(), SmallNet()
+    trainer = quiet_trainer(profiler=profiler, max_epochs=2)
     trainer.fit(model)
-    first = watched.measures()
+    first = profiler.measures()
     assert (first.batches, first.clock.work.samples) == (24, 23 * 4)  # without the first batch
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
-    assert watched.measures() is not first
-    assert watched.measures().batches == 12
+    assert profiler.measures() is not first
+    assert profiler.measures().batches == 12
     for stage in ("validate", "test", "predict"):
         getattr(trainer, stage)(model, **({} if stage == "predict" else {"verbose": False}))
-        rows = rows_of(watched, stage)
+        rows = rows_of(profiler, stage)
         assert {"data wait", "transfer", "forward", "Lightning's loop"} <= set(rows)
-        assert watched.measures(stage).seconds["forward"] > 0
-    assert watched.measures().stage == "fit"
+        assert profiler.measures(stage).seconds["forward"] > 0
+    assert profiler.measures().stage == "fit"
 
 
 def test_manual_optimization_is_measured():
-    watched = profiler()
-    fit(watched, AdversarialNet(), limit_val_batches=0)
-    rows = rows_of(watched)
+    profiler = quiet_profiler()
+    fit(profiler, AdversarialNet(), limit_val_batches=0)
+    rows = rows_of(profiler)
     for phase in ("forward", "loss", "backward", "optimizer step"):
         assert rows[phase]["count"] == 11, phase
 
@@ -355,25 +354,25 @@ def test_stopped_epoch_counts_finished_batches():
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> Any:
             trainer.should_stop = index == 5
 
-    watched = profiler()
-    fit(watched, SmallNet(), Stops(), max_epochs=5)
-    assert watched.measures().batches == 6
-    assert watched.measures().clock.work.steps.count == 5
+    profiler = quiet_profiler()
+    fit(profiler, SmallNet(), Stops(), max_epochs=5)
+    assert profiler.measures().batches == 6
+    assert profiler.measures().clock.work.steps.count == 5
 
 
 # --- regions ------------------------------------------------------------------------------------
 
 
-def test_regions_and_user_actions_are_phases_of_their_own(clock):
-    watched = profiler(flops=False)
+def test_regions_and_user_actions_have_their_own_phases(clock):
+    profiler = quiet_profiler(flops=False)
 
     class Net(SmallNet):
         """Has nested regions, and one around the forward pass."""
 
         def forward(self, x: Any) -> Any:
-            with watched.region("outer", bytes=8e6):
+            with profiler.region("outer", bytes=8e6):
                 clock.spend(NAP)
-                with watched.region("inner"):
+                with profiler.region("inner"):
                     clock.spend(2 * NAP)
             clock.spend(NAP)
             return self.layer(x)
@@ -381,32 +380,32 @@ def test_regions_and_user_actions_are_phases_of_their_own(clock):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with self.trainer.profiler.profile("my part"):
                 clock.spend(5 * NAP)
-            with watched.region("all of it") if batch_idx == 3 else contextlib.nullcontext():
+            with profiler.region("all of it") if batch_idx == 3 else contextlib.nullcontext():
                 return super().training_step(batch, batch_idx)
 
-    with watched.region("before any run"):
+    with profiler.region("before any run"):
         pass
-    fit(watched, Net(), limit_val_batches=0, limit_train_batches=4)
-    measures, rows = watched.measures(), rows_of(watched)
-    # A region inside another counts once: the outer one has the rest.
+    fit(profiler, Net(), limit_val_batches=0, limit_train_batches=4)
+    measures, rows = profiler.measures(), rows_of(profiler)
+    # The time of an inner region does not count for the outer one.
     assert measures.seconds["region inner"] == pytest.approx(4 * 2 * NAP)
     assert measures.seconds["region outer"] == pytest.approx(4 * NAP)
     assert measures.seconds["my part"] == pytest.approx(4 * 5 * NAP)
     assert rows["my part"]["count"] == 4
-    assert rows["forward"]["count"] == 3  # once it was the region's
+    assert rows["forward"]["count"] == 3  # in one step, its time counted for the region
     assert rows["region all of it"]["count"] == 1
     assert measures.bytes == {"region outer": 4 * 8e6}
-    assert f"Region outer: {8e6 / NAP / 1e9:.4g} GB/s." in watched.report().notes
+    assert f"Region outer: {8e6 / NAP / 1e9:.4g} GB/s." in profiler.report().notes
 
 
 # --- FLOPs and rates ----------------------------------------------------------------------------
 
 
-def test_flops_throughput_and_mfu():
-    watched = profiler(peak_flops=1e9, tokens=7)
+def test_rates_follow_from_counted_flops_and_step_time():
+    profiler = quiet_profiler(peak_flops=1e9, tokens=7)
     model = SmallNet(widths=(5, 5))
-    fit(watched, model)
-    measures = watched.measures()
+    fit(profiler, model)
+    measures = profiler.measures()
     expected = lo.count_flops(model.layer, torch.ones(4, 6))
     assert measures.flops == expected
     seconds = measures.clock.work.steps.total
@@ -418,11 +417,11 @@ def test_flops_throughput_and_mfu():
             "mfu": 11 * expected.model / seconds / 1e9,
         }
     )
-    assert "MFU" in str(watched.report())
-    assert profiler(flops=False).peak_flops is None
+    assert "MFU" in str(profiler.report())
+    assert quiet_profiler(flops=False).peak_flops is None
 
 
-def test_tokens_by_name():
+def test_tokens_are_counted_by_batch_key():
     class Named(SmallNet):
         def train_dataloader(self) -> Any:
             batches = [{"ids": torch.ones(2, n, dtype=torch.long)} for n in (3, 4, 5)]
@@ -431,22 +430,22 @@ def test_tokens_by_name():
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.layer(torch.ones(2, 6)).mean()
 
-    watched = profiler(tokens="ids", flops=False)
-    fit(watched, Named(), limit_val_batches=0)
-    work = watched.measures().clock.work
+    profiler = quiet_profiler(tokens="ids", flops=False)
+    fit(profiler, Named(), limit_val_batches=0)
+    work = profiler.measures().clock.work
     assert (work.samples, work.tokens) == (6, 24)
     with pytest.raises(ValueError, match=r"tokens='words'.*\['ids'\]"):
-        fit(profiler(tokens="words"), Named())
+        fit(quiet_profiler(tokens="words"), Named())
 
 
-def test_failing_flop_formula_is_a_note(monkeypatch):
+def test_failing_flop_formula_becomes_a_note(monkeypatch):
     def fails(*args: Any, **kwargs: Any) -> int:
         raise AssertionError("odd shapes")
 
     monkeypatch.setitem(torch.utils.flop_counter.flop_registry, torch.ops.aten.addmm, fails)
-    watched = profiler()
-    fit(watched)
-    assert any("odd shapes" in note for note in watched.report().notes)
+    profiler = quiet_profiler()
+    fit(profiler)
+    assert any("odd shapes" in note for note in profiler.report().notes)
 
 
 # --- output -----------------------------------------------------------------------------------
@@ -454,9 +453,9 @@ def test_failing_flop_formula_is_a_note(monkeypatch):
 
 def test_table_is_printed_and_means_are_logged(capsys):
     logger = MemoryLogger()
-    watched = lo.StepProfiler(log_every_n_steps=5)
+    profiler = lo.StepProfiler(log_every_n_steps=5)
     model = SmallNet()
-    trainer = fit(watched, model, logger=logger)
+    trainer = fit(profiler, model, logger=logger)
     assert capsys.readouterr().out.startswith("StepProfiler: fit")
     # After 5 and 10 batches and at the end. The first batch, which counts FLOPs, is excluded.
     assert len(logger.series("time/step_ms")) == 3
@@ -466,8 +465,8 @@ def test_table_is_printed_and_means_are_logged(capsys):
         assert sum(parts) == pytest.approx(metrics.get("time/step_ms", 0.0))
     assert trainer.callback_metrics["time/forward_ms"] > 0
     trainer.validate(model, verbose=False)
-    with pytest.raises(RuntimeError, match=r"not measured such a run, only \['fit', 'validate'\]"):
-        watched.report("test")
+    with pytest.raises(RuntimeError, match=r"measured: \['fit', 'validate'\]"):
+        profiler.report("test")
 
 
 # --- construction -------------------------------------------------------------------------------
@@ -487,10 +486,10 @@ def test_invalid_arguments_raise(settings, message):
 
 
 def test_profiler_can_be_pickled_before_and_after_a_run():
-    watched = profiler()
+    profiler = quiet_profiler()
     for _ in range(2):
-        twin = pickle.loads(pickle.dumps(watched))
+        twin = pickle.loads(pickle.dumps(profiler))
         assert twin.log_every_n_steps == 100
-        fit(watched)
+        fit(profiler)
     fit(twin)
     assert twin.measures().batches == 12
