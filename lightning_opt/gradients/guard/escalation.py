@@ -1,4 +1,4 @@
-"""Responses to faults: which one is chosen, and how an update is skipped or slowed down."""
+"""Choose the response to a fault; skip an update or reduce its learning rate."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class UpdateControl:
         self._patch.close()
 
     def prepare(self, skip: Condition, lr_scale: float) -> None:
-        """Set how the next update is changed. Call it in ``on_before_optimizer_step``.
+        """Set the changes of the next update. Call it in ``on_before_optimizer_step``.
 
         Args:
             skip: Whether to skip the update. A tensor requires :func:`skips_on_device`.
@@ -207,13 +207,13 @@ class UpdateControl:
         self._skip, self._lr_scale = False, 1.0
 
     def _step(self, original: Any, closure: Any = None, **kwargs: Any) -> Any:
-        versions, has_moved, result = self._versions(), False, None
+        versions, changed_weights, result = self._versions(), False, None
 
         # Without a loss scaler Lightning runs the forward pass, the backward pass and all hooks in
         # the closure.
         def evaluate() -> Any:
-            nonlocal has_moved, result
-            has_moved = self._versions() != versions
+            nonlocal changed_weights, result
+            changed_weights = self._versions() != versions
             result = closure()
             if self._skip is True:
                 raise _SkippedUpdate
@@ -228,7 +228,7 @@ class UpdateControl:
             self._apply()
             return original(**kwargs)
         except _SkippedUpdate:
-            if has_moved:
+            if changed_weights:
                 rank_zero_warn(
                     f"NonFiniteGuard skips a step of {type(self._optimizer).__name__}, which had "
                     "changed the weights before it evaluated the loss, or between two "

@@ -1,4 +1,4 @@
-"""The record of each step, and the events of faults."""
+"""Records of steps, and the events of faulty ones."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MAX_EVENTS = 1000
 """Number of events to keep in memory and in checkpoints."""
 
 MAX_NAMES = 10
-"""Most parameter names in an event."""
+"""Maximum parameter names in an event."""
 
 RESPONSES: dict[Action, str] = {
-    "skip": "the step is skipped (further skips are not reported)",
+    "skip": "the step is skipped (further skips are not logged)",
     "backoff": "the learning rate is reduced",
     "rollback": "the snapshot is restored",
     "raise": "the run is stopped",
@@ -42,8 +42,8 @@ KINDS: dict[Kind, tuple[str, str]] = {
     "nonfinite_loss": (
         "the loss is {loss}",
         "Check that batch for NaN, wrong labels or an extreme scale, and the loss for a log, a "
-        "division or a root of 0. In 16-mixed, activations may overflow: bf16-mixed has their "
-        "range.",
+        "division or a root of 0. In 16-mixed, activations may overflow: use "
+        "bf16-mixed.",
     ),
     "nonfinite_gradient": (
         "the gradient norm is {norm:.4g}",
@@ -52,12 +52,12 @@ KINDS: dict[Kind, tuple[str, str]] = {
     ),
     "loss_spike": (
         "the loss of {loss:.4g} is a spike",
-        "Check that batch's labels and its scale. Else lower the learning rate, or raise spike if "
-        "such losses are normal here.",
+        "Check that batch's labels and its scale. Else lower the learning rate, or increase spike "
+        "if such losses are normal.",
     ),
     "gradient_spike": (
         "the gradient norm of {norm:.4g} is a spike",
-        "Lower the learning rate, clip, or raise spike if it is normal here.",
+        "Lower the learning rate, clip, or increase spike if such norms are normal.",
     ),
     "nonfinite_weight": (
         "weights or buffers are NaN or infinite",
@@ -94,8 +94,8 @@ class DamageDetector:
         bad, buffers = nonfinite_names(tensors), {name for name, _ in module.named_buffers()}
         self._intended |= set(bad) & (buffers - self._checked)
         self._checked.update(buffers)
-        of_ranks = _gather([name for name in bad if name not in self._intended], groups)
-        return list(dict.fromkeys(name for names in of_ranks for name in names))
+        per_rank = _gather([name for name in bad if name not in self._intended], groups)
+        return list(dict.fromkeys(name for names in per_rank for name in names))
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -214,7 +214,7 @@ def record_events(
     """
     groups = step_groups(trainer)
     own = [fault.event(names, damaged, trainer.global_rank) for fault in faults]
-    events = [_merge(of_ranks) for of_ranks in zip(*_gather(own, groups), strict=True)]
+    events = [_merge(per_rank) for per_rank in zip(*_gather(own, groups), strict=True)]
     if not groups or dist.get_rank(groups[0]) == 0:
         for event in events:
             if is_first or event["action"] != "skip":
@@ -224,10 +224,10 @@ def record_events(
     return events
 
 
-def _merge(of_ranks: Sequence[Event]) -> Event:
-    """Merge one event of all ranks. The batch comes from the first rank with a bad loss."""
-    merged = dict(next((event for event in of_ranks if event["ranks"]), of_ranks[0]))
-    merged["ranks"] = [rank for event in of_ranks for rank in event["ranks"]]
+def _merge(per_rank: Sequence[Event]) -> Event:
+    """Merge the ranks' copies of an event. The batch comes from the first rank with a bad loss."""
+    merged = dict(next((event for event in per_rank if event["ranks"]), per_rank[0]))
+    merged["ranks"] = [rank for event in per_rank for rank in event["ranks"]]
     return merged
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MAX_RESTORES = 3
-"""Most restores of the same snapshot. A run that needs more makes no progress."""
+"""Maximum restores of one snapshot. A run that needs more makes no progress."""
 
 
 class NonFiniteGuard(GradientCallback):
@@ -53,18 +53,18 @@ class NonFiniteGuard(GradientCallback):
 
     1. Every fault: the step is skipped.
     2. ``backoff_after`` faults: the learning rate is multiplied by ``lr_backoff`` during updates
-       only, so schedulers and loggers see the old one. It recovers over 100 good steps.
+       only; schedulers and loggers see the full rate. It recovers over 100 good steps.
     3. ``rollback_after`` faults, with ``policy="rollback"``: model, optimizers, schedulers and loss
        scaler are restored from a snapshot in host memory. The learning rate is reduced again. The
        data loader is not reset, so the batches before the rollback are not repeated.
     4. ``max_consecutive`` faults: the run stops with an error that explains the reason.
 
     A NaN weight triggers response 3 at once, or 4 without a snapshot, because skipping cannot
-    repair it. Spikes alone never stop a run. If they go on after response 3, their level becomes
-    the usual one.
+    repair it. Spikes alone never stop a run. Spikes that persist after response 3 are accepted as
+    the usual level.
 
     All ranks decide together, with one all-gather of two numbers per step. Each replica of
-    ``DiLoCoStrategy`` decides alone, and takes the shared weights after a rollback. With fused
+    ``DiLoCoStrategy`` decides alone, and loads the shared weights after a rollback. With fused
     Adam, AdamW, SGD or Adagrad on an accelerator the host never waits: the device skips the step,
     and responses 2 to 4 come two steps later. Other optimizers cost one small read per step.
 
@@ -130,7 +130,7 @@ class NonFiniteGuard(GradientCallback):
         check_at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._schedule = Schedule(every_n_steps)
-        # Spikes count as the usual level only if they go on after the rollback.
+        # Spikes are accepted as the usual level only if they persist after a rollback.
         self._detector = Detector(self.spike, patience=rollback_after + 3)
         self._steps = 0
         self._controls: list[UpdateControl] = []
@@ -138,10 +138,10 @@ class NonFiniteGuard(GradientCallback):
         """The newest 1000 faults, oldest first, each a plain ``dict``.
 
         ``step`` is ``trainer.global_step`` before the skipped update. ``batch_idx`` is the batch
-        with the non-finite loss; without one it is the step's last batch. ``ranks`` lists the ranks
-        whose own loss is not finite. ``parameters`` names at most ten of ``parameters_total``
-        tensors: those with bad gradients, for a spike those with the three largest gradients, for
-        ``nonfinite_weight`` the non-finite weights and buffers.
+        with the non-finite loss, else the step's last batch. ``ranks`` lists the ranks whose own
+        loss is not finite. ``parameters`` names at most ten of the ``parameters_total`` tensors
+        with bad gradients. Spikes list the three largest gradients, and ``nonfinite_weight`` lists
+        non-finite weights and buffers.
         """
         self._reset_run(None)
 
@@ -164,8 +164,8 @@ class NonFiniteGuard(GradientCallback):
             if isinstance(other, RunCallback) and other.rescales_gradients:
                 raise ValueError(
                     f"NonFiniteGuard must come before {type(other).__name__} in "
-                    "Trainer(callbacks=[...]): after it, spikes would be clipped before the guard "
-                    "sees them."
+                    "Trainer(callbacks=[...]): otherwise spikes are clipped before the guard "
+                    "measures them."
                 )
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
@@ -174,7 +174,7 @@ class NonFiniteGuard(GradientCallback):
         self._steps, self.events = 0, []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the parameters and add hooks to the optimizers."""
+        """Find the parameters and patch the optimizers' ``step``."""
         super().on_fit_start(trainer, pl_module)
         self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
@@ -213,7 +213,8 @@ class NonFiniteGuard(GradientCallback):
         state = self.escalation.state(index)
         on_host = step.gradients.on_host
         scale = loss_scale(trainer)
-        known_scale = scale.item() if on_host and scale is not None else scale  # on a CPU
+        # Reading the scale is free on a CPU.
+        known_scale = scale.item() if on_host and scale is not None else scale
         detection = self._detector.detect(
             mean_loss(trainer, [loss for _, loss in losses], known_scale, read=on_host),
             step.norms.total,
@@ -226,12 +227,12 @@ class NonFiniteGuard(GradientCallback):
         if not deferred:
             detection = detection.on_host(float(detection.code))
         parameters, norms = step.gradients.parameters, step.norms
-        where = (trainer.global_step, trainer.current_epoch, index)
-        record = StepRecord(*where, losses, parameters, norms)
+        position = (trainer.global_step, trainer.current_epoch, index)
+        record = StepRecord(*position, losses, parameters, norms)
         if deferred:
             assert isinstance(detection.code, Tensor)
             self._delayed.push(detection.code[None], (detection, record))
-            self._count_read(self._delayed.due())
+            self._count_delayed(self._delayed.due())
         else:
             self._count_step(detection, record)
         self.barriers[index] = detection.barrier
@@ -260,15 +261,15 @@ class NonFiniteGuard(GradientCallback):
         self._good_batches += 1
         snapshot_due = self._good_batches >= self.snapshot_every_n_steps
         if self.escalation.policy == "rollback" and snapshot_due:
-            self._count_read(self._delayed.flush())
+            self._count_delayed(self._delayed.flush())
             self._good_batches -= len(self._faults)
             self._respond(trainer, pl_module)
         if log_due:
             log_scalars(trainer, self.escalation.scalars())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the last steps from the device, and respond to their faults."""
-        self._count_read(self._delayed.flush())
+        """Read the last fault codes from the device, and respond."""
+        self._count_delayed(self._delayed.flush())
         if self._faults:
             self._respond(trainer, pl_module)
 
@@ -282,10 +283,10 @@ class NonFiniteGuard(GradientCallback):
             record.loss, record.norm = float(detection.loss), float(detection.norm)
             self._faults.append(record)
 
-    def _count_read(
+    def _count_delayed(
         self, reads: Iterator[tuple[list[float], tuple[Detection, StepRecord]]]
     ) -> None:
-        """Count steps whose fault codes have been read from the device some steps later."""
+        """Count earlier steps, now that the device's fault codes have been read."""
         for (code,), (detection, record) in reads:
             self._count_step(detection.on_host(code), record)
 
@@ -376,7 +377,7 @@ class NonFiniteGuard(GradientCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts, learning rate scales, histories and events, as plain types."""
-        self._count_read(self._delayed.flush())
+        self._count_delayed(self._delayed.flush())
         return {
             "escalation": self.escalation.state_dict(),
             "steps": self._steps,
