@@ -42,9 +42,9 @@ class CompileModel(RunCallback):
     If compiling a call or its backward graph fails, the call is rolled back (random numbers,
     buffers, attributes) and repeated uncompiled, and the region moves on to the next mode of the
     list below. The reason is logged once; no batch is lost or trained twice. If the uncompiled run
-    raises as well, the error is the model's own and is raised unchanged. Out-of-memory errors pass
-    through. An error that compiled code raises in a backward pass ends the run, because
-    that step cannot be rolled back.
+    raises as well, the error is the model's own and is raised unchanged. Out-of-memory errors are
+    raised. An error that compiled code raises in a backward pass ends the run, because that step
+    cannot be rolled back.
 
     ================================ ============================================================
     ``mode``                         modes that are tried, in this order
@@ -143,8 +143,7 @@ class CompileModel(RunCallback):
         """Discard the report and the warnings about another model."""
         self._reset()
 
-    # Not in `on_fit_start`, where other callbacks replace `forward`: compiled code must wrap
-    # theirs.
+    # Runs after `on_fit_start`: the `forward` that other callbacks set there is compiled as well.
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace ``forward`` of the regions."""
@@ -262,7 +261,7 @@ class CompileModel(RunCallback):
         )
         if compiled == len(rows):
             return [Verdict("compilation", "ok", finding)]
-        advice = "Change what could not be compiled, or remove CompileModel."
+        advice = "Change the code that could not be compiled, or remove CompileModel."
         return [Verdict("compilation", "look", finding, advice)]
 
     def report(self) -> Report:

@@ -31,7 +31,7 @@ COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.
 # Maximum number of characters of a reason.
 MAX_REASON = 300
 
-_numbers = itertools.count()
+_copy_numbers = itertools.count()
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Region:
         self.recompilations = 0
         self.reason = ""
         self.compiled: Callable[..., Any] | None = None
-        self.takes_module = True
+        self.passes_module = True
         self.forwards = [CompiledForward(module, self) for module in modules]
 
     @property
@@ -100,9 +100,9 @@ class Region:
             forward.reset()
         if self.mode == EAGER:
             return
-        self.takes_module = self._runs_class_forward()
+        self.passes_module = self._runs_class_forward()
         self.compiled = torch.compile(
-            self._function(),
+            self._copied_forward(),
             mode=self.mode if self.options.backend == "inductor" else None,
             backend=self.options.backend,
             fullgraph=self.options.fullgraph,
@@ -114,18 +114,18 @@ class Region:
             forward.shadowed is None for forward in self.forwards
         )
 
-    def _function(self) -> Callable[..., Any]:
-        """Return ``forward`` as a function with a code object of its own.
+    def _copied_forward(self) -> Callable[..., Any]:
+        """Return a copy of ``forward`` with its own code object.
 
-        torch stores compiled code and earlier input sizes by code object and name, so regions share
-        nothing. Functions of torch itself are called through a function of this file: torch would
-        wrap them all in one function, and regions would share its limit of compilations.
+        torch stores compiled code and input sizes per code object and name: a copy keeps regions
+        separate. A ``forward`` defined in torch is called through a function of this file, because
+        torch would wrap all of them in one function with one recompilation limit.
         """
-        function: Any = type(self.forwards[0].module).forward if self.takes_module else _run
+        function: Any = type(self.forwards[0].module).forward if self.passes_module else _run
         if function.__module__.startswith("torch."):
             function = _class_forward
         copy = FunctionType(
-            function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
+            function.__code__.replace(co_name=f"{function.__name__}_{next(_copy_numbers)}"),
             function.__globals__,
             function.__name__,
             function.__defaults__,
@@ -171,8 +171,8 @@ class CompiledForward(ReplacedForward):
 
     def reset(self) -> None:
         self._compiled_calls: set[Any] = set()
-        self._compiled_modes: set[Any] = set()
-        self._before: StepState | None = None
+        self._compiled_contexts: set[Any] = set()
+        self._saved_state: StepState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # another compiled region contains this one
@@ -185,74 +185,74 @@ class CompiledForward(ReplacedForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attempt(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         region = self.region
-        mode = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        call = (mode, _shapes(args), _shapes(kwargs))
-        # With known shapes nothing is compiled, or compilation fails before anything has run, so no
-        # state is saved. After a graph break, a later part may compile after an earlier one ran.
+        context = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        call = (context, _shapes(args), _shapes(kwargs))
+        # Known shapes need no saved state: if compilation fails, no code has run yet. With graph
+        # breaks, the second graph may fail to compile after the first one has run.
         known = call in self._compiled_calls and not region.breaks
-        before = None if known else self._save_state()
+        saved = None if known else self._save_state()
         versions = [] if known else _versions((args, kwargs))
         compilations, seconds, counters = CLOCK.compilations, CLOCK.seconds, _counters()
         try:
-            output = compiled(self.module if region.takes_module else self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - repeating the call shows whose error it is
+            output = compiled(self.module if region.passes_module else self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the model's or the compiler's
             problem = error
         else:
-            if before is not None:
-                before.record_writes()
-                before.clear()
+            if saved is not None:
+                saved.record_writes()
+                saved.clear()
                 self._compiled_calls.add(call)
             if CLOCK.compilations != compilations:
-                self._count(mode, seconds, counters)
+                self._count(context, seconds, counters)
             return output
         region.seconds += CLOCK.seconds - seconds
         try:
-            return self._recover(problem, before, versions, args, kwargs)
+            return self._recover(problem, saved, versions, args, kwargs)
         finally:
-            del problem  # its traceback holds this frame, and with it the activations
+            del problem  # its traceback references this frame and the activations
 
     def _recover(
         self,
         problem: Exception,
-        before: StepState | None,
+        saved: StepState | None,
         versions: Sequence[tuple[Tensor, int]],
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Repeat the call uncompiled, outside of ``except``: the model's errors stay unchained."""
+        """Repeat the call uncompiled; outside ``except``, so the model's errors have no context."""
         if is_out_of_memory(problem):
             raise problem
-        if before is not None:
-            before.restore()
-            before.clear()
+        if saved is not None:
+            saved.restore()
+            saved.clear()
             if any(tensor._version != version for tensor, version in versions):
-                raise problem  # its input was overwritten
+                raise problem  # the call overwrote its input and cannot be repeated
         elif not is_compiler_error(problem) and not isinstance(
             problem, (RuntimeError, AssertionError)
         ):
-            raise problem  # compiled code raises no other classes, so it is the model's own
+            raise problem  # compiled code raises only these two: the model's own error
         with replaced(STANCE, eager=True):
             output = _run(self, *args, **kwargs)
-        if before is None and not is_compiler_error(problem):
+        if saved is None and not is_compiler_error(problem):
             raise problem  # compiled code failed midway, and no state was saved
         self.region.fall_back(problem)
         return output
 
     def _save_state(self) -> StepState:
-        if self._before is None:
-            self._before = StepState(self.module, self.region.options.device)
-        self._before.take()
-        return self._before
+        if self._saved_state is None:
+            self._saved_state = StepState(self.module, self.region.options.device)
+        self._saved_state.take()
+        return self._saved_state
 
-    def _count(self, mode: Any, seconds: float, counters: tuple[int, int]) -> None:
+    def _count(self, context: Any, seconds: float, counters: tuple[int, int]) -> None:
         region = self.region
         region.seconds += CLOCK.seconds - seconds
         graphs, breaks = _counters()
         region.graphs += max(0, graphs - counters[0])  # torch._dynamo.reset() clears them
         region.breaks += max(0, breaks - counters[1])
-        if mode in self._compiled_modes:
+        if context in self._compiled_contexts:
             region.recompilations += 1
-        self._compiled_modes.add(mode)
+        self._compiled_contexts.add(context)
 
 
 def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
