@@ -63,10 +63,10 @@ class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their positions, with cached cosines and sines.
 
     The tables are buffers that follow the module from device to device and stay out of its
-    ``state_dict``. They are computed in float64 and kept in float32, even in a half-precision
-    module (float64 in a float64 one), and used in the dtype of the input. They grow to the next
-    power of two for a longer sequence, outside of ``torch.compile`` graphs. Several layers may
-    share one instance.
+    ``state_dict``. They are computed in float64, stored in float32 (in float64 if the
+    module is float64, but never in half precision), and cast to the dtype of the input. A longer
+    sequence makes them grow to the next power of two, outside of ``torch.compile`` graphs. Several
+    layers may share one instance.
 
     Args:
         dim: Number of features of a head; even.
@@ -149,8 +149,7 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention with torch's fused kernels.
 
     With a fused backend (see :class:`AttentionBackend`) the matrix of scores (heads times length
-    squared) is never stored. A ``key_padding_mask`` excludes the flash backend on
-    CUDA.
+    squared) is never stored. A ``key_padding_mask`` excludes the flash backend on CUDA.
 
     A query without visible keys (in an all-padding sequence, or before the first key of a
     left-padded causal sequence) gets zeros, never NaN, and no gradient; the output projection then
@@ -249,7 +248,7 @@ class SelfAttention(nn.Module):
                 key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
             visible = visible_keys(key_padding_mask, self.causal)
             has_key = visible.any(-1, keepdim=True)
-            # A query without visible keys attends to all of them, and its result is discarded.
+            # A query without visible keys attends to all keys, and its result becomes zero.
             attended = scaled_dot_product_attention(
                 query, key, value, attn_mask=visible | ~has_key, dropout_p=dropout
             ).masked_fill(~has_key, 0.0)

@@ -42,8 +42,8 @@ class FusedOptimizer(RunCallback):
 
     Results are equal up to rounding.
 
-    Checkpoints hold the flags that the user set, and load without this callback; a loaded optimizer
-    is switched again. When training ends or fails, the optimizer is restored.
+    Checkpoints contain the user's flags and load without this callback. After loading, the
+    optimizer is switched again. When training ends or fails, the optimizer is restored.
 
     With a loss scaler (fp16) gradients are unscaled before the update, as they are for optimizers
     that are not fused.
@@ -165,7 +165,7 @@ def _obstacle_in(parameter: Tensor, base: type[Optimizer]) -> str | None:
     if not is_dense(parameter):
         return "a parameter that is a view with gaps"
     device, dtype = parameter.device.type, parameter.dtype
-    if not _works_fused(base, device, dtype):  # type: ignore[arg-type]  # classes hash
+    if not _has_fused_kernel(base, device, dtype):  # type: ignore[arg-type]  # hashable
         return f"no fused {base.__name__} on {device} in {dtype}"
     return None
 
@@ -181,22 +181,22 @@ def _fused_base(cls: type[Optimizer]) -> type[Optimizer] | None:
 
 
 @functools.cache
-def _works_fused(base: Callable[..., Optimizer], device: str, dtype: torch.dtype) -> bool:
+def _has_fused_kernel(base: Callable[..., Optimizer], device: str, dtype: torch.dtype) -> bool:
     try:
         parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
         parameter.grad = torch.ones_like(parameter)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base([parameter], lr=0.5, fused=True).step()
-        return bool(parameter.item() < 0)  # cached, so this wait occurs once per class
-    except (RuntimeError, TypeError, ValueError):  # which of them depends on the version of torch
+        return bool(parameter.item() < 0)  # waits for the device; cached
+    except (RuntimeError, TypeError, ValueError):  # the class depends on the torch version
         return False
 
 
 class Fused:
-    """One optimizer on its fused kernel, until :meth:`undo`.
+    """Switches one optimizer to its fused kernel until :meth:`undo`.
 
-    Its ``state_dict`` contains the user's flags. State that it loads is converted to the layout of
+    Its ``state_dict`` contains the user's flags. Loaded state is converted to the layout of
     the parameters.
 
     Args:
@@ -216,7 +216,7 @@ class Fused:
         ]
 
     def _apply(self) -> None:
-        self._before = [_flags_of(group) for group in self.optimizer.param_groups]
+        self._user_flags = [_flags_of(group) for group in self.optimizer.param_groups]
         for settings in (self.optimizer.defaults, *self.optimizer.param_groups):
             settings.update(FUSED_FLAGS)
         # Step counts must be on the parameters' device, other state in their memory order.
@@ -256,7 +256,9 @@ class Fused:
     def _restore_flags(self, groups: list[dict[str, Any]]) -> None:
         """Restore the user's flags; groups added later get the defaults."""
         for index, group in enumerate(groups):
-            group.update(self._before[index] if index < len(self._before) else self._defaults)
+            group.update(
+                self._user_flags[index] if index < len(self._user_flags) else self._defaults
+            )
 
     def undo(self) -> None:
         for hook in self._hooks:
