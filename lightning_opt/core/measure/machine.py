@@ -20,8 +20,8 @@ import torch
 log = logging.getLogger(__name__)
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16")
-"""Flags of x86 CPUs that multiply in bfloat16. On others each number is converted, which was
-measured to take 13 times as long as float32."""
+"""Flags of x86 CPUs that multiply in bfloat16. Other CPUs convert each number, which takes
+13 times as long as float32."""
 
 
 def allowed_cpus() -> list[int]:
@@ -106,7 +106,7 @@ def describe_machine(device: str) -> str:
 
 
 def commit_of_folder() -> str:
-    """Return the git commit of the working directory, empty without one."""
+    """Return the git commit of the working directory, or "" outside a repository."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
@@ -121,14 +121,14 @@ def commit_of_folder() -> str:
 
 @cache
 def open_nvml() -> ModuleType | None:
-    """Return the initialized NVML library, or None if there is none, which is logged once."""
+    """Return the initialized NVML library, or None, logged once, if it is unavailable."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 - NVMLError, ImportError, OSError: no NVML
         log.info(
-            "NVML is not available (%s): what other processes use on a GPU is unknown; "
+            "NVML is not available (%s): the GPU memory of other processes is unknown; "
             "everything else works.",
             error,
         )
@@ -196,7 +196,7 @@ def _read_memory(folder: Path) -> tuple[int, int] | None:
         limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
         if limit.isdigit() and int(limit) < NO_LIMIT:  # otherwise "max", or no file
             statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
-            # The kernel drops inactive file caches before it kills a process: they do not count.
+            # The kernel drops inactive file caches before it kills a process, so they are free.
             return max(0, int(used) - int(statistics.get(inactive, 0))), int(limit)
     return None
 
@@ -205,7 +205,7 @@ def find_cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the smallest CPU quota of this process's groups, in CPUs, or None without a quota."""
     quotas = []
     for folder in _folders(root, "cpu"):
-        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2, or of 1
+        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # version 2, version 1
         limit = " ".join(line for name in files for line in _lines(folder / name)).split()
         if limit and limit[0].isdigit():  # otherwise "max" or -1
             quotas.append(int(limit[0]) / int(limit[1]))

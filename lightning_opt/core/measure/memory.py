@@ -25,7 +25,7 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """A memory limit and the bytes that cannot be allocated any more.
+    """A memory limit and the bytes in use.
 
     The source is ``"cuda:0"``, ``"system"``, ``"cgroup"`` or ``"address space"``.
     """
@@ -59,7 +59,7 @@ _STATM = "/proc/self/statm"
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-def _status(field: str) -> int:
+def _status_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
@@ -120,7 +120,7 @@ class MemoryLimits:
 def peak_memory(device: torch.device) -> int:
     """Return the peak so far: of tensors on CUDA, else of the resident memory of this process.
 
-    Others may have reset it. On systems that record no peak it is the current memory.
+    Other code may have reset it. On systems that record no peak it is the current memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) if torch.cuda.is_initialized() else 0
@@ -129,14 +129,14 @@ def peak_memory(device: torch.device) -> int:
 
 def _process_peak(field: str) -> int:
     try:
-        return _status(field)
+        return _status_bytes(field)
     except OSError:  # not Linux
         resident, virtual = process_memory()
         return virtual if field == "VmPeak" else resident
 
 
 def peak_usage(device: torch.device) -> Usage | None:
-    """Return the limit that this process came nearest to, with its largest use so far."""
+    """Return the limit that this process came closest to, with the peak usage so far."""
     peak = peak_memory(device)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory if peak else 0
@@ -171,7 +171,7 @@ def live_source(device: torch.device) -> str:
 
 
 class PeakMeter:
-    """The peak of memory since its start. Several meters can run at the same time.
+    """Measures peak memory since its start. Several meters can run at the same time.
 
     On CUDA it counts the memory of tensors; with ``fragments`` also unused memory in partly used
     blocks, up to the memory reserved from the device. Elsewhere it is resident memory. Linux
@@ -214,7 +214,7 @@ class PeakMeter:
                 peak += stats.get("inactive_split_bytes.all.peak", 0)
                 peak = min(peak, torch.cuda.max_memory_reserved(self._device))
         else:
-            peak = resident_memory() if self.samples else _status("VmHWM")
+            peak = resident_memory() if self.samples else _status_bytes("VmHWM")
         self._largest = max(self._largest, peak)
 
     def read(self) -> int:
@@ -266,15 +266,15 @@ class _Mallinfo2(ctypes.Structure):
 def malloc_info() -> MallocInfo | None:
     """Return the heap of this process, or None if it cannot be read.
 
-    It needs glibc 2.33 or newer, and torch must allocate through it: a test allocation checks that
-    once. A call takes 5 us to 0.5 ms, growing with the number of free blocks.
+    It needs glibc 2.33 or newer, and torch must allocate through glibc. One test allocation checks
+    this. A call takes 5 us to 0.5 ms, growing with the number of free blocks.
     """
-    read = _reader()
+    read = _heap_reader()
     return None if read is None else read()
 
 
 @functools.cache
-def _reader() -> Callable[[], MallocInfo] | None:
+def _heap_reader() -> Callable[[], MallocInfo] | None:
     function = libc_function("mallinfo2")
     if function is None:
         return None

@@ -28,7 +28,7 @@ class UnsplittableBatchError(ValueError):
 
 
 class Reading(NamedTuple):
-    """How a batch is read.
+    """The number of samples of a batch, and which of its lists hold samples.
 
     Attributes:
         samples: The number of samples.
@@ -40,15 +40,15 @@ class Reading(NamedTuple):
 
 
 def read_batch(batch: Any) -> Reading:
-    """Count the samples of a batch, and find its lists of samples.
+    """Count the samples of a batch, and find the lists that hold samples.
 
-    A list such as ``[x, y]`` holds fields with one row per sample. A list of entries that are
-    alike, such as ``[(image, 3), (image, 5)]``, holds samples if the entries have a scalar, or if
-    they differ in length.
+    A list such as ``[x, y]`` holds fields with one row per sample. A list of similar entries, such
+    as ``[(image, 3), (image, 5)]``, holds samples if each entry contains a scalar, or if the
+    entries differ in length.
 
     Raises:
         UnsplittableBatchError: If the parts of the batch have different numbers of samples, or if
-            no part has a number of samples.
+            the samples of no part can be counted.
     """
     counts = _counts(batch, is_top=True)
     if not counts:
@@ -61,8 +61,8 @@ def read_batch(batch: Any) -> Reading:
 def samples_in(batch: Any, default: int) -> int:
     """Return the number of samples, for reports.
 
-    If the parts of the batch have different numbers, the first number is returned; if no part has a
-    number, ``default`` is returned.
+    If the parts of the batch have different numbers, the first one is returned. If no part can be
+    counted, ``default`` is returned.
     """
     try:
         return read_batch(batch).samples
@@ -170,7 +170,7 @@ def shape_of(batch: Any) -> tuple[str, int]:
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yield the leaves of any nested structure: a batch, arguments, a module's output.
 
-    Unlike torch's pytrees it opens mappings of any kind (``BatchEncoding``) and dataclasses.
+    Unlike torch's pytrees it also iterates over any mapping (``BatchEncoding``) and dataclass.
     """
     if not isinstance(value, Tensor) and (
         isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
@@ -218,7 +218,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _is_graphs(value: Any) -> bool:
-    """Return whether a value is a batch of graphs of PyTorch Geometric."""
+    """Return whether a value is a PyTorch Geometric batch of graphs."""
     return hasattr(value, "to_data_list") and hasattr(type(value), "from_data_list")
 
 
@@ -292,7 +292,7 @@ def _field_counts(value: Any) -> tuple[int, ...] | None:
     """Return the possible numbers of samples if each entry is a field."""
     common: tuple[int, ...] | None = None
     if _may_hold_samples(value) and all(map(_has_scalar, value[:2])):
-        return common
+        return None
     for _, item in _entries(value):
         counts = _counts(item)
         if counts is not None:
@@ -314,7 +314,7 @@ def _length(leaf: Any) -> tuple[int, ...]:
 
 
 def _lists(value: Any, samples: int, is_top: bool = False) -> Iterator[tuple[int, bool]]:
-    """Yield the ids of lists that can have one entry per sample, and whether they must."""
+    """Yield the id of each list that may hold samples, and whether it must hold them."""
     if not _is_container(value):
         return
     may = _may_hold_samples(value, is_top) and len(value) == samples
@@ -387,7 +387,7 @@ def _rebuild(value: Any, change: Any) -> Any:
                 rebuilt[key] = item
         except (TypeError, RuntimeError) as error:
             raise UnsplittableBatchError(
-                f"A {type(value).__qualname__} does not let its entries be replaced "
+                f"The entries of a {type(value).__qualname__} cannot be replaced "
                 f"({error}). {ADVICE}"
             ) from error
         return rebuilt

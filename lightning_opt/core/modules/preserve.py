@@ -30,7 +30,7 @@ MAX_COPIED_ENTRIES = 1000
 ALWAYS_COPIED_BYTES = 64 * 2**10
 """Tensors up to this size are always copied, even if no step has written them."""
 
-_Twister = ctypes.c_char * (625 * 4)
+_TwisterMemory = ctypes.c_char * (625 * 4)
 """The state of NumPy's global generator: 624 words and a position."""
 
 Undo = Callable[[], object]
@@ -155,8 +155,8 @@ class StepState:
         """Restore the recorded state. It may be called several times.
 
         Raises:
-            CannotUndoError: If a parameter was written (unless ``parameters`` is False), or a large
-                tensor that the first batch did not write. Nothing is restored then.
+            CannotUndoError: If a parameter was written (unless ``parameters`` is False), or if a
+                large tensor was written that was not copied. Nothing is restored then.
         """
         changed = self._versions != [p._version for p in self._parameters]
         if parameters and (changed or self.parameters_change):
@@ -165,11 +165,11 @@ class StepState:
                 "failed, so it cannot be rolled back and retried. Change them in "
                 "on_train_batch_end."
             )
-        lost = [saved.name for saved in self._tensors if saved.copy is None and saved.changed]
-        if lost:
+        uncopied = [saved.name for saved in self._tensors if saved.copy is None and saved.changed]
+        if uncopied:
             raise CannotUndoError(
-                f"The step has written to tensors that it had not written before ({lost}), so it "
-                "cannot be rolled back and retried."
+                f"The step has written to tensors that it had not written before ({uncopied}), "
+                "so it cannot be rolled back and retried."
             )
         for saved in self._tensors:
             if isinstance(saved.place, dict):  # entries of lists are restored with their list
@@ -192,7 +192,7 @@ class _SavedTensor(NamedTuple):
         return _version(self.tensor) != self.version
 
     def is_written(self) -> bool:
-        """Return whether the tensor has changed, even by ``.data``, which keeps the version."""
+        """Return whether the tensor has changed, even by ``.data``, which hides the write."""
         if self.copy is None or self.copy.layout is not torch.strided:
             return self.changed
         return self.changed or not torch.equal(self.copy, self.tensor)
@@ -267,7 +267,7 @@ class _NumPyGenerator:
         memory = _twister_memory()
         if memory is None or memory != self._latest[0]:
             state = np.random.get_state(legacy=False)  # noqa: NPY002
-            # The second number of a pair of normal draws is not in the memory.
+            # Normal draws come in pairs. The memory excludes a second one that is not yet used.
             self._latest = (None if state["has_gauss"] else memory, state)
         return functools.partial(self._restore, *self._latest)
 
@@ -281,7 +281,7 @@ def _twister_memory() -> bytes | None:
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(bits) is not np.random.MT19937:  # the user has set another one
         return None
-    return _Twister.from_address(bits.ctypes.state_address).raw
+    return _TwisterMemory.from_address(bits.ctypes.state_address).raw
 
 
 _NUMPY = _NumPyGenerator()
@@ -299,7 +299,7 @@ def _generator_state(generator: Any) -> Undo:
 
 
 def _refill(container: Any, content: Any) -> None:
-    if isinstance(content, int):
+    if isinstance(content, int):  # only the length was recorded
         if isinstance(container, (list, deque)):
             while len(container) > content:
                 container.pop()

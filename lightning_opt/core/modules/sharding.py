@@ -131,7 +131,7 @@ class CustomExchange:
     step_group: dist.ProcessGroup | None = None
 
     def reset_residuals(self) -> None:
-        """Discard unsent gradients, because the weights have been restored to earlier ones."""
+        """Discard unsent gradients after the weights have been rolled back."""
         raise NotImplementedError
 
 
@@ -154,15 +154,15 @@ def reduce_each(
 ) -> list[Tensor]:
     """Reduce copies of the tensors, each over its own groups, and return them.
 
-    There is one all-reduce for all tensors of the same groups, dtype and device. Tensors without
-    groups are returned as they are.
+    Tensors of the same groups, dtype and device share one all-reduce. Tensors without groups are
+    returned as they are.
     """
     reduced = list(tensors)
-    alike: dict[Any, list[int]] = {}
+    by_kind: dict[Any, list[int]] = {}
     for index, (tensor, own) in enumerate(zip(tensors, groups, strict=True)):
         if own:
-            alike.setdefault((own, tensor.dtype, tensor.device), []).append(index)
-    for (shared, *_), indices in alike.items():
+            by_kind.setdefault((own, tensor.dtype, tensor.device), []).append(index)
+    for (shared, *_), indices in by_kind.items():
         flat = reduce_over(torch.cat([tensors[index].flatten() for index in indices]), shared, op)
         parts = flat.split([tensors[index].numel() for index in indices])
         for index, part in zip(indices, parts, strict=True):

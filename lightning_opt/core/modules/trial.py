@@ -50,7 +50,7 @@ def without_side_effects(
         stack.enter_context(
             replaced(
                 module,
-                log=lambda *args, **kwargs: None,  # not `do_nothing`: it calls metrics
+                log=lambda *args, **kwargs: None,  # not `do_nothing`: it calls a callable argument
                 manual_backward=lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
             )
         )
@@ -148,7 +148,7 @@ class WrittenParameters:
     because their writes cannot be intercepted.
 
     Attributes:
-        parameters: These parameters; None before the first run.
+        parameters: The detected parameters; None before the first run.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -161,7 +161,7 @@ class WrittenParameters:
         """Restore the parameters at the end of the context."""
         watch, step = _WriteWatch(self._watched), self._module.training_step
         watch.copies = {p: p.detach().clone() for p in self.parameters or ()}
-        memory = [(p, p.data, _addresses(p)) for p in self._watched]
+        originals = [(p, p.data, _addresses(p)) for p in self._watched]
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class WrittenParameters:
             with replaced(self._module, **watching):
                 yield
         finally:
-            for parameter, data, addresses in memory:
+            for parameter, data, addresses in originals:
                 if _addresses(parameter) != addresses:  # `parameter.data = ...`
                     parameter.data = data
                     assigned[parameter] = None
@@ -185,9 +185,9 @@ class WrittenParameters:
 
 
 def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's parameters by name, also those of modules that it hides from torch.
+    """Return a module's parameters by name, including those of unregistered modules.
 
-    A teacher is often kept in a list or in an object that is no module, so that it is not saved.
+    A teacher is often kept in a list or in a plain object, so that checkpoints exclude it.
     """
     named = dict(module.named_parameters())
     known = set(named.values())

@@ -44,7 +44,7 @@ class Gradients:
     Attributes:
         parameters: The parameters that have a gradient.
         tensors: The gradients on this rank. They share memory with ``Parameter.grad``. Scale these
-            tensors, but measure those of :meth:`summed`.
+            tensors; measure the result of :meth:`summed`.
         groups: The process groups that hold the other shards of each tensor; empty if no tensor is
             sharded.
         pending: The process groups over which each tensor must still be summed; empty if there are
@@ -62,16 +62,16 @@ class Gradients:
         return not self.tensors or reads_are_free(self.tensors[0].device)
 
     def summed(self) -> list[Tensor]:
-        """Return the tensors with pending sums completed, in copies. A collective."""
+        """Return the tensors, or copies with their pending sums completed. A collective."""
         return reduce_each(self.tensors, self.pending) if self.pending else self.tensors
 
     def scale_(self, coefficient: Scalar) -> None:
         """Multiply every gradient by ``coefficient`` in place, without waiting for the device."""
         if isinstance(coefficient, Tensor):
-            for (device, dtype), places in by_kind(self.tensors).items():
-                # The fused kernel needs a factor of the gradients' dtype. It holds 1 exactly.
+            for (device, dtype), indices in by_kind(self.tensors).items():
+                # The fused kernel needs a factor of the gradients' dtype. 1 stays exact.
                 factor = move(coefficient, device).to(dtype)
-                torch._foreach_mul_([self.tensors[place] for place in places], factor)
+                torch._foreach_mul_([self.tensors[index] for index in indices], factor)
         elif self.tensors:
             torch._foreach_mul_(self.tensors, coefficient)
 
@@ -131,8 +131,8 @@ def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | N
     for parameter in parameters:
         gradient = parameter.grad
         # A gradient may have other placements than its parameter.
-        placed = parameter if gradient is None or not is_dtensor(gradient) else gradient
-        groups = shard_groups(placed, flat)
+        source = parameter if gradient is None or not is_dtensor(gradient) else gradient
+        groups = shard_groups(source, flat)
         if gradient is None:
             if not groups:
                 continue
@@ -149,7 +149,7 @@ def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | N
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.layout is not torch.strided:
         if not gradient.is_coalesced():
-            gradient = parameter.grad = gradient.coalesce()  # adds duplicates
+            gradient = parameter.grad = gradient.coalesce()  # adds values of equal indices
         gradient = gradient.values()
     if gradient.is_conj():
         gradient = parameter.grad = gradient.resolve_conj()
@@ -218,17 +218,17 @@ def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list
 def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return one 0-dimensional norm per tensor, with one kernel per (device, dtype)."""
     norms: list[Tensor] = list(tensors)
-    for (_, dtype), places in by_kind(tensors).items():
-        kind = [tensors[place] for place in places]
+    for (_, dtype), indices in by_kind(tensors).items():
+        kind = [tensors[index] for index in indices]
         measured = torch._foreach_norm(kind, 2, torch.float32 if dtype in HALVES else None)
-        for place, norm in zip(places, measured, strict=True):
-            norms[place] = norm
+        for index, norm in zip(indices, measured, strict=True):
+            norms[index] = norm
     return norms
 
 
 def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the indices of the tensors by device and dtype. Foreach kernels need one of each."""
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault((tensor.device, tensor.dtype), []).append(place)
-    return places
+    """Return the indices of the tensors by device and dtype. A foreach kernel takes one kind."""
+    indices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices.setdefault((tensor.device, tensor.dtype), []).append(index)
+    return indices

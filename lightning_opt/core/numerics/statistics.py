@@ -1,8 +1,8 @@
 """Running statistics of a scalar: a window of its values, and a band of its usual range.
 
-The state of a statistic is a plain ``dict``, which a checkpoint can store as it is. Python floats
-are computed with Python floats. A 0-dimensional tensor stays on its device; there the state is
-stored in a few tensors, because each operator costs a kernel launch. Only finite values above 0
+The state of a statistic is a plain ``dict``, which a checkpoint can store as it is. For Python
+floats the state is on the host. For a 0-dimensional tensor it is on the tensor's device, in a few
+tensors, because each operator costs a kernel launch. Only finite values above 0
 are added. Any other value leaves the state unchanged.
 
 Example:
@@ -50,7 +50,7 @@ class Window:
     def update(self, state: State, value: Scalar) -> None:
         """Add ``value`` if it is above 0 and finite. In a full window it replaces the oldest."""
         if isinstance(value, Tensor):
-            # `pushed` is at least the number of values, and sizes the buffer without a read.
+            # `pushed` is at least the count. It gives the buffer size without reading the device.
             state["pushed"] += 1
             self.place(state, value)
             valid = value * 0 < value  # False for NaN, infinity and 0
@@ -68,9 +68,9 @@ class Window:
     def place(self, state: State, like: Scalar) -> None:
         """Move the state to where ``like`` is: to its device, or to the host for a float.
 
-        The values are ordered from old to new, on a device after NaN in unused places. On the host
-        they are sorted if ``size`` is None. :meth:`update` calls this too. Call it before reading a
-        statistic from a resumed state.
+        The values are ordered from old to new. On a device, unused entries come first and are NaN.
+        On the host the values are sorted if ``size`` is None. :meth:`update` calls this too. Call
+        it before reading a statistic from a resumed state.
         """
         values, count = state["values"], state["count"]
         if not isinstance(like, Tensor):
@@ -94,8 +94,8 @@ class Window:
         if isinstance(values, Tensor):
             n = state["count"].clamp(1, self.size)
             mean = values.nansum() / n
-            away = torch.linalg.vector_norm((values - mean).nan_to_num(0.0))
-            return torch.addcdiv(mean, away, n.sqrt(), value=k)
+            distance = torch.linalg.vector_norm((values - mean).nan_to_num(0.0))
+            return torch.addcdiv(mean, distance, n.sqrt(), value=k)
         if not values:
             return 0.0
         center = math.fsum(values) / len(values)
@@ -131,8 +131,8 @@ MISSING, WITHIN, BEYOND = range(3)
 class LogBand:
     """The usual range of a series of positive values. Spikes do not widen it.
 
-    Losses and gradient norms vary by factors. Mean and deviation are therefore exponential averages
-    over the logarithm. The threshold is ``exp(mean + k * deviation)``. A value further than
+    Losses and gradient norms vary by factors, so the mean and deviation are exponential averages of
+    the logarithm. The threshold is ``exp(mean + k * deviation)``. A value further than
     ``winsor`` deviations from the mean counts as ``winsor`` deviations. A value above the threshold
     moves the mean but leaves the deviation unchanged. After ``patience`` values in a row above the
     threshold the mean moves to their average.
@@ -144,14 +144,14 @@ class LogBand:
         level    += level_weight * (x - level)
 
     :meth:`_weights` and :meth:`_next_streak` return the coefficients, for this class and for
-    :class:`DeviceBands`. ``level`` is the average of the last ``streak`` values, which were above
-    the threshold. In the warm-up the variance is half the mean square of the differences between
+    :class:`DeviceBands`. ``level`` is the average of the last ``streak`` values, all above the
+    threshold. In the warm-up the variance is half the mean square of the differences between
     neighbours (von Neumann's estimate), so a trend hardly adds to it. The weight after ``n`` values
     is ``3 / (n + 3)``, at least ``1 - decay``.
 
     Args:
         k: Standard deviations from the mean to the threshold, above 0.
-        decay: Share of the old estimate that is kept at each value, in [0, 1); 0.9999 at most.
+        decay: Share of the old estimate that is kept at each value, in [0, 1); at most 0.9999.
         winsor: Deviations to which a value is clamped, above 0.
         warmup: Values before the threshold is finite, at least 2.
         patience: Values in a row above the threshold after which the mean moves; None for never.
@@ -159,10 +159,10 @@ class LogBand:
     """
 
     WARMUP_STD = 0.5
-    """Lower bound of the deviation for clamping in the warm-up. It is a factor of 1.6."""
+    """Lower bound of the deviation for clamping in the warm-up: a factor of exp(0.5) = 1.6."""
 
     LEAD = 3.0
-    """Weight of a new value at first, in multiples of its share in the plain mean."""
+    """Initial weight of a new value, as a multiple of its weight in the arithmetic mean."""
 
     def __init__(
         self,
@@ -301,14 +301,14 @@ class DeviceBands(DeviceCache):
             The case of each value: :data:`MISSING`, :data:`WITHIN` or :data:`BEYOND`.
         """
         matrix = self._matrix
-        away = x[None, :, None] - matrix[:, :, :1]
-        case = torch.searchsorted(self._edges, away[0])[:, 0]
-        found = self._table[self._rows, matrix[:, :, 2].long(), case]
-        powers = away.clamp(self._lowest, self._highest).pow(self._powers)
-        matrix = torch.addcmul(matrix * found[..., :3], found[..., 3:6], powers)
-        matrix[0, :, 0].lerp_(matrix[2, :, 0], found[2, :, 6])
+        distance = x[None, :, None] - matrix[:, :, :1]
+        case = torch.searchsorted(self._edges, distance[0])[:, 0]
+        coefficients = self._table[self._rows, matrix[:, :, 2].long(), case]
+        powers = distance.clamp(self._lowest, self._highest).pow(self._powers)
+        matrix = torch.addcmul(matrix * coefficients[..., :3], coefficients[..., 3:6], powers)
+        matrix[0, :, 0].lerp_(matrix[2, :, 0], coefficients[2, :, 6])
         matrix[1, :, 1].add_(matrix[0, :, 1])
-        self._store(matrix, found[0, :, 7:9])
+        self._store(matrix, coefficients[0, :, 7:9])
         return case
 
     def _store(self, matrix: Tensor, floors: Tensor) -> None:
@@ -332,15 +332,15 @@ def _band_table(band: LogBand) -> Tensor:
     table: list[list[list[list[float]]]] = [[], [], []]
     for n in range(max(band._last + 1, band.patience or 1)):
         count = min(n, band._last)
-        floors, more = band._least_deviations(count + 1), float(n < band._last)
+        floors, increment = band._least_deviations(count + 1), float(n < band._last)
         unchanged = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, *band._least_deviations(count)]
-        # The first row's share of the variance is of one value only.
+        # Row 1 has the variance term of one value only; an invalid value clears it.
         cases = [[[1.0, 0.0, *unchanged[2:]]], [unchanged], [unchanged]]
         for beyond in (False, True):
             weight, keep, square, rough = band._weights(count, beyond)
             level_weight, next_streak, ends = band._next_streak(n, beyond)
-            cases[0].append([1.0, 0.0, 1.0, weight, square, more, 0.0, *floors])
-            cases[1].append([1.0, keep, 1.0, 1.0, rough, more, 0.0, *floors])
+            cases[0].append([1.0, 0.0, 1.0, weight, square, increment, 0.0, *floors])
+            cases[1].append([1.0, keep, 1.0, 1.0, rough, increment, 0.0, *floors])
             cases[2].append([1.0, 0.0, 0.0, level_weight, 0.0, next_streak, ends, 0.0, 0.0])
         for row, entries in zip(table, cases, strict=True):
             row.append(entries)
