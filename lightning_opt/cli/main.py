@@ -20,21 +20,21 @@ INTERRUPTED = 130
 COMMANDS = {
     "fit": "train as LightningCLI does, with a preset",
     "presets": "list presets, explain one on this machine, write one as YAML",
-    "tune": "try optimisations on your model and data, and save those that pay",
+    "tune": "try optimisations on your model and data, and save those that help",
     "bench": "measure presets and configurations against plain Lightning",
-    "profile": "measure where the time of a step goes",
+    "profile": "measure where a step's time goes",
     "doctor": "train some steps and report problems",
 }
 """The purpose of each command."""
 
 HELP = f"""usage: lightning-opt [-h] [--version] <command> ...
 
-Makes a LightningModule of yours train faster, in less memory and more safely.
+Makes your LightningModule train faster, in less memory and more safely.
 
 commands:
 {chr(10).join(f"  {name:9}{purpose}" for name, purpose in COMMANDS.items())}
 
-A model is module:Class, path/to/file.py:Class or a configuration of LightningCLI:
+A model is module:Class, path/to/file.py:Class or a LightningCLI configuration file:
 
   lightning-opt presets advanced
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
@@ -64,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _environment():
             return _dispatch(argv)
-    except SystemExit as end:
-        # Raised by Lightning when it is interrupted, and by parsers for --help and wrong usage.
-        if isinstance(end.__context__, KeyboardInterrupt):
+    except SystemExit as error:
+        # Lightning raises it on an interrupt, parsers on --help and wrong usage.
+        if isinstance(error.__context__, KeyboardInterrupt):
             return _interrupted()
-        return end.code if isinstance(end.code, int) else (OK if end.code is None else FAILED)
+        return error.code if isinstance(error.code, int) else (OK if error.code is None else FAILED)
     except KeyboardInterrupt:
         return _interrupted()
-    except Exception as error:  # noqa: BLE001 - every error of a run becomes one sentence
+    except Exception as error:  # noqa: BLE001 - every error is printed as one sentence
         if debug:
             import traceback
 
@@ -98,7 +98,7 @@ def _dispatch(argv: list[str]) -> int:
         from lightning_opt.core.arguments import did_you_mean
 
         raise UsageError(
-            f"There is no command {name!r}{did_you_mean(name, COMMANDS)} There are "
+            f"There is no command {name!r}{did_you_mean(name, COMMANDS)} The commands are "
             f"{', '.join(COMMANDS)}; lightning-opt --help describes them."
         )
     if importlib.util.find_spec("jsonargparse") is None:
@@ -117,7 +117,7 @@ def _environment() -> Iterator[None]:
     """Add the working directory to `sys.path` and silence Lightning's jsonargparse warnings."""
     from unittest import mock  # slow to import
 
-    path, folder = sys.path, os.getcwd()  # noqa: PTH109 - not resolved
+    path, folder = sys.path, os.getcwd()  # noqa: PTH109 - a str, as in sys.path
     path = path if {folder, ""} & {*path} else [folder, *path]
     quiet = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"} | os.environ
     with mock.patch.object(sys, "path", path), mock.patch.dict(os.environ, quiet):
@@ -130,7 +130,7 @@ def _report_error(error: Exception, debug: bool) -> int:
         return USAGE
     text = str(error).strip() or "no message"
     kind = type(error).__name__
-    # Messages of this package are sentences. For other errors the type is part of the message.
+    # This package's messages are full sentences; other messages need the error's type.
     sentence = text if kind in ("ValueError", "FitFailed", "BaselineFailed") else f"{kind}: {text}"
     sys.stderr.write(f"error: {sentence}\n")
     if not debug:

@@ -1,4 +1,4 @@
-"""The commands that measure: ``tune`` and ``bench`` in other processes, ``profile``, ``doctor``."""
+"""``tune`` and ``bench``, which start processes; ``profile`` and ``doctor``, which do not."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_opt.cli.parsing import (
     add_preset,
     given_arguments,
     make_parser,
-    names_of,
     parse_job,
     preset_of,
     settings_of,
+    split_names,
 )
 from lightning_opt.cli.targets import Targets
 from lightning_opt.data.pipeline.data_monitor import DataMonitor
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser
 
 TUNE = """\
-Tries optimisations on your model and data, each in a process of its own, in turns with your
-unmodified baseline. Combines those that pay without changing what the model learns, and writes the
-result, with a table of every trial. The result may be to change nothing."""
+Tries optimisations on your model and data, each in its own process, alternating with your
+unmodified baseline. Combines those that help without changing what the model learns, and writes
+the result, with a table of every trial. The result may be to change nothing."""
 
 TUNE_EXAMPLES = """\
   lightning-opt tune my_project:Model --data my_project:Data --objective memory --out tuned
@@ -54,8 +54,8 @@ TUNE_EXAMPLES = """\
 """
 
 BENCH = """\
-Trains your model under presets and configurations, each in a process of its own, in turns, and
-compares time, memory and loss with plain Lightning with your --trainer arguments."""
+Trains your model under presets and configurations, in alternating processes, and compares time,
+memory and loss with plain Lightning, which uses your --trainer arguments only."""
 
 BENCH_EXAMPLES = """\
   lightning-opt bench my_project:Model --data my_project:Data --preset basic,advanced,ultra
@@ -69,11 +69,11 @@ def run_tune(argv: Sequence[str]) -> int:
     add_options(
         parser,
         ("--objective", str, "throughput", "NAME",
-         "What to improve: throughput (steps a second) or memory (its peak)."),
+         "What to improve: throughput (steps per second) or memory (the peak)."),
         ("--budget", str | float, "10m", "", "Time for the search: 90s, 10m, 1h."),
         ("--out", str, "tuned", "FOLDER", "Where to write the result."),
         ("--candidates", str | None, None, "NAMES",
-         "Comma-separated optimisations to try, instead of all that may pay."),
+         "Comma-separated optimisations to try. Default: all that may help."),
         ("--timeout", float | None, None, "", "Seconds a trial may take to start or to respond."),
     )  # fmt: skip
     add_preset(parser, None)
@@ -88,7 +88,7 @@ def run_tune(argv: Sequence[str]) -> int:
             job.data,
             objective=options.objective,
             budget=options.budget,
-            candidates=names_of(options.candidates) or None,
+            candidates=split_names(options.candidates) or None,
             base=settings_of(job, options.preset, options.without),
             timeout=options.timeout,
             progress=not options.quiet,
@@ -111,13 +111,13 @@ def run_bench(argv: Sequence[str]) -> int:
         ("--preset", str | None, None, "NAMES",
          f"Comma-separated: {PRESETS}. Default: 'basic,advanced', if no --against."),
         ("--without", str | None, None, "NAMES",
-         "Comma-separated parts to leave out of all presets."),
+         "Comma-separated parts to exclude from all presets."),
         ("--against", str | None, None, "FILES",
          "Comma-separated LightningCLI configurations whose trainer section is measured too."),
         ("--seconds", float | None, 120.0, "", "Total time, including startup."),
-        ("--steps", PositiveInt | None, None, "", "Timed steps of each run; by default measured."),
-        ("--rounds", PositiveInt, 12, "", "Number of turns of each run."),
-        ("--starts", PositiveInt, 3, "", "Number of process starts of each run."),
+        ("--steps", PositiveInt | None, None, "", "Timed steps per configuration; default: auto."),
+        ("--rounds", PositiveInt, 12, "", "Turns per configuration."),
+        ("--starts", PositiveInt, 3, "", "Process starts per configuration."),
         ("--out", str | None, None, "FOLDER", "Where to write the table and JSON."),
     )  # fmt: skip
     job = parse_job(parser, targets)
@@ -146,21 +146,21 @@ def _configurations(parser: LightningArgumentParser, job: Job) -> dict[str, Sett
     """Return the Trainer arguments to compare, by name: plain Lightning, presets, files."""
     options = job.options
     configurations: dict[str, Settings] = {"plain": dict(job.trainer)}
-    for name in names_of(options.preset or (None if options.against else "basic,advanced")):
-        # Called in the run's process, where the preset leaves out parts that the run rules out.
+    for name in split_names(options.preset or (None if options.against else "basic,advanced")):
+        # Called in the run's process, where the preset excludes unsuitable parts.
         configurations[name] = partial(
             preset_arguments, preset_of(name, options.without), job.trainer
         )
-    for path in names_of(options.against):
+    for path in split_names(options.against):
         if not Path(path).is_file():
-            raise UsageError(f"There is no file {path}, which --against names.")
+            raise UsageError(f"There is no file {path} (--against).")
         config = parser.parse_path(path)
         configurations[path] = {**job.trainer, **given_arguments(config.trainer)}
     return configurations
 
 
 def preset_arguments(preset: Preset, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a preset's arguments of the Trainer, merged with the given ones."""
+    """Return a preset's Trainer arguments, merged with the given ones."""
     return preset.trainer_kwargs(**{"logger": False, **instantiate(trainer)})
 
 
@@ -221,8 +221,8 @@ def run_doctor(argv: Sequence[str]) -> int:
     )
     if not trainer.is_global_zero:
         return OK
-    diagnosis = _without_own_effects(doctor(trainer), job)
-    page = "Pictures and reports of this run are in report.html."
+    diagnosis = _drop_expected_findings(doctor(trainer), job)
+    page = "Charts and reports of this run are in report.html."
     answers = diagnosis.to_json() if job.options.json else f"{diagnosis.to_text()}\n{page}"
     sys.stdout.write(answers + "\n")
     return FAILED if job.options.strict and diagnosis.topics("look") else OK
@@ -237,7 +237,7 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
         callbacks: Callbacks to add, unless the job or the preset has one of the same class.
 
     Raises:
-        UsageError: If the job sets an argument that the command sets.
+        UsageError: If the job sets an argument that only the command may set.
     """
     for name in ("profiler", "max_steps"):
         if name in job.trainer:
@@ -248,11 +248,11 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
     model, data = job.model(), job.data()
     package = package_of(model)
     given = {name: instantiate(value, package) for name, value in job.trainer.items()}
-    joined = take_callbacks(given)
-    classes = {type(callback) for callback in joined}
+    all_callbacks = take_callbacks(given)
+    classes = {type(callback) for callback in all_callbacks}
     added = (RunReport(), *callbacks)
-    joined += [callback for callback in added if type(callback) not in classes]
-    fixed = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": joined}
+    all_callbacks += [callback for callback in added if type(callback) not in classes]
+    fixed = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": all_callbacks}
     folder = {"default_root_dir": job.options.out} if getattr(job.options, "out", None) else {}
     arguments = {**RUN_DEFAULTS, **folder, **given, **fixed}
     if job.options.preset:
@@ -263,11 +263,11 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
     return trainer
 
 
-def _without_own_effects(diagnosis: Diagnosis, job: Job) -> Diagnosis:
-    """Drop findings that this command causes: no logger, no checkpoints."""
+def _drop_expected_findings(diagnosis: Diagnosis, job: Job) -> Diagnosis:
+    """Drop findings about the logger and checkpoints, which this command disables."""
     arguments = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
     dropped = {topic for topic, argument in arguments.items() if argument not in job.trainer}
     kept = [verdict for verdict in diagnosis.verdicts if verdict.topic not in dropped]
     names = " and ".join(sorted(dropped))
-    note = f"Not checked: {names}. This short run has none unless you pass them."
+    note = f"Not checked: {names}, off in this short run unless you pass them."
     return Diagnosis(kept, [*diagnosis.notes, *([note] if dropped else [])])

@@ -1,4 +1,4 @@
-"""Parsers of the commands that train: tune, bench, profile, doctor."""
+"""Argument parsing of tune, bench, profile and doctor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TARGETS = """\
 model and data:
   module:Class or path/to/file.py:Class. Arguments of a class: --model.width 64. Without --data the
-  model's own loaders are used. --config takes a configuration of LightningCLI with all of this.
+  model's own loaders are used. --config takes a LightningCLI configuration that names both.
 """
 
 
@@ -48,9 +48,9 @@ class Job(NamedTuple):
     Attributes:
         model: Creates the LightningModule.
         data: Creates the data; None if the model has its own loaders.
-        trainer: The given arguments of the Trainer, as plain values.
+        trainer: The given Trainer arguments, as plain values.
         seed: The random seed.
-        options: All options, of which the command reads its own.
+        options: All parsed options, including the command's own.
     """
 
     model: Recipe
@@ -86,7 +86,7 @@ def make_parser(
     parser.add_argument("--weights_only", default=None)
     hide_all(parser)
     group = parser.add_argument_group(
-        "what is trained",
+        "training",
         "--model, --data: see below. --trainer.<argument>: any argument of lightning.Trainer, such "
         "as --trainer.devices 2 (lightning-opt fit --help lists them).",
     )
@@ -95,7 +95,7 @@ def make_parser(
         "-c",
         "--config",
         action=ActionConfigFile,
-        help="A configuration of LightningCLI; given again, the later one wins.",
+        help="A LightningCLI configuration. May be repeated; later ones win.",
     )
     return parser
 
@@ -112,7 +112,7 @@ def hide_all(parser: LightningArgumentParser) -> None:
     for action in parser._actions:
         if action.dest != "help":
             action.help = argparse.SUPPRESS
-    for group in parser._action_groups[2:]:  # after argparse's own two
+    for group in parser._action_groups[2:]:  # the first two are argparse's
         if all(action.help == argparse.SUPPRESS for action in group._group_actions):
             group.title = group.description = None
 
@@ -122,12 +122,12 @@ def add_preset(parser: Any, default: str | None) -> None:
         parser,
         ("--preset", str | None, default, "NAME", f"Preset to train with: {PRESETS}."),
         ("--without", str | None, None, "NAMES",
-         "Comma-separated parts of the preset to leave out."),
+         "Comma-separated parts of the preset to exclude."),
     )  # fmt: skip
 
 
 def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
-    """Parse the command line. Raise :class:`UsageError` if there is no model."""
+    """Parse the command line; raise :class:`UsageError` if it is wrong or has no model."""
     try:
         config = parser.parse_args(targets.argv)
     except ArgumentError as error:
@@ -156,25 +156,25 @@ def _shorten(text: str) -> str:
 
 
 def given_arguments(trainer: Namespace) -> dict[str, Any]:
-    """Return the arguments of the Trainer that differ from the defaults, as plain values."""
+    """Return the Trainer arguments that differ from their defaults, as plain values."""
     given = trainer.as_dict().items()
     return {name: value for name, value in given if value != DEFAULTS[name].default}
 
 
 def preset_of(name: str, without: str | None = None) -> Preset:
-    """Return a preset without the parts listed in ``without``, separated by commas."""
+    """Return a preset without the comma-separated parts in ``without``."""
     try:
-        return preset(name, **dict.fromkeys(names_of(without)))
+        return preset(name, **dict.fromkeys(split_names(without)))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def names_of(listed: str | None) -> list[str]:
-    return [name.strip() for name in (listed or "").split(",") if name.strip()]
+def split_names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[str, Any]:
-    """Return the job's arguments of the Trainer, merged with those of a preset if one is given."""
+    """Return the job's Trainer arguments, merged with the preset's if one is named."""
     if name is None:
         return dict(job.trainer)
     # Measured runs have no logger by default.

@@ -1,4 +1,4 @@
-"""``lightning-opt fit``: LightningCLI, with presets. ``lightning-opt presets``: explains them."""
+"""The commands ``fit``, which is LightningCLI with presets, and ``presets``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 FIT = """\
-Trains as LightningCLI does, with all of its options and a preset, which --trainer.* overrides. The
-configuration saved next to the logs contains the preset's parts, and runs under any LightningCLI.
-The page report.html, also there, describes the run."""
+Trains as LightningCLI does, with all of its options and a preset; --trainer.* overrides the preset.
+The configuration saved with the logs contains the preset's parts and works with any LightningCLI.
+The page report.html, in the same folder, describes the run."""
 
 FIT_USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
 
@@ -65,7 +65,7 @@ def fit_class(base: Any) -> Any:
 
         def _trainer_with_preset(self, **kwargs: Any) -> Any:
             config = self.config.fit
-            # A plain LightningCLI that reads the saved configuration has neither.
+            # Removed: a plain LightningCLI could not read a saved configuration with them.
             name, without = config.pop("preset"), config.pop("without")
             if name is None:
                 return super().instantiate_trainer(**kwargs)
@@ -99,7 +99,7 @@ PRESETS_EXAMPLES = """\
 examples:
   lightning-opt presets advanced                     what it contains on this machine, and why
   lightning-opt presets advanced --yaml > trainer.yaml
-                                                     a section for any LightningCLI: --config
+                                                     for any LightningCLI: --config trainer.yaml
 """
 
 
@@ -114,7 +114,7 @@ def _presets_parser() -> LightningArgumentParser:
     parser.add_lightning_class_args(DEFAULT.Trainer, "trainer")
     hide_all(parser)
     group = parser._action_groups[-1]
-    group.title = "situation"
+    group.title = "trainer"
     group.description = "--trainer.<argument>: any argument, such as --trainer.strategy ddp."
     parser.add_argument("preset", nargs="?", help="Preset to explain.")
     parser.add_argument("--yaml", action="store_true", help="Write the preset as YAML.")

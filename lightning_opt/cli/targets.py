@@ -36,7 +36,7 @@ class Recipe:
 
     Args:
         target: ``"module:attribute"`` or ``"/path/to/file.py:attribute"``.
-        settings: Constructor arguments; ``class_path`` and ``init_args`` describe objects.
+        settings: Constructor arguments; ``class_path`` and ``init_args`` create objects.
         optimizer: The model's optimizer, in the format of LightningCLI's ``--optimizer``.
         scheduler: Its scheduler, in the format of LightningCLI's ``--lr_scheduler``.
     """
@@ -71,21 +71,21 @@ def _set_optimizer(
 
 
 class Targets:
-    """Translates targets of the command line into import paths for LightningCLI.
+    """Translates the command line's models and data into import paths for LightningCLI.
 
     A first argument ``file.py:Class`` becomes ``--model file.Class``; ``config.yaml`` becomes
     ``--config config.yaml``.
 
     Attributes:
         argv: The command line in LightningCLI's notation.
-        package: The package of Lightning that the model comes from.
+        package: The model's Lightning package.
 
     Raises:
-        UsageError: For a target that does not exist.
+        UsageError: If a model or data does not exist.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self._places: dict[str, str] = {}
+        self._targets: dict[str, str] = {}
         self.argv = self._translate(argv)
         self.package = self._package()
 
@@ -111,7 +111,7 @@ class Targets:
         for option, following in pairwise([*self.argv, ""]):
             option, _, value = option.partition("=")
             value = value or following
-            with suppress(OSError, AttributeError, yaml.YAMLError):  # the parser will explain
+            with suppress(OSError, AttributeError, yaml.YAMLError):  # the parser raises later
                 if option == "--model":
                     model = yaml.safe_load(value)
                 elif option in ("--config", "-c"):
@@ -122,7 +122,7 @@ class Targets:
         try:
             return package_of(look_up(f"{module}:{name}"))
         except (ImportError, UsageError, ValueError):
-            return DEFAULT  # the parser will explain
+            return DEFAULT  # the parser raises later
 
     def recipe(self, entry: Any, **more: Any) -> Recipe | None:
         """Return a recipe for an entry of the parsed configuration."""
@@ -130,11 +130,11 @@ class Targets:
             return None
         path = entry["class_path"]
         module, _, name = path.rpartition(".")
-        place = self._places.get(path, f"{module}:{name}")
+        place = self._targets.get(path, f"{module}:{name}")
         return Recipe(place, entry.get("init_args") or {}, **more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
-        """Return the option with an import path."""
+        """Return the option and its value as an import path."""
         if value.endswith(".py"):
             raise UsageError(
                 f"{option} {value} names a file; name a class in it: "
@@ -146,12 +146,12 @@ class Targets:
         if not (inspect.isclass(found) and issubclass(found, base)):
             raise UsageError(f"{value} is not a class that inherits from {base[0].__name__}.")
         path = f"{found.__module__}.{found.__qualname__}"
-        self._places[path] = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
+        self._targets[path] = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
         return [option, path]
 
 
 def cli_of(package: ModuleType) -> Any:
-    """Import the module of a package of Lightning that has its LightningCLI."""
+    """Import a Lightning package's module that defines LightningCLI."""
     return importlib.import_module(f"{package.__name__}.cli")
 
 
@@ -164,7 +164,7 @@ def class_names(module: ModuleType) -> list[str]:
 
 
 def look_up(target: str) -> Any:
-    """Return the object that a target names."""
+    """Import the object ``module:attribute`` or ``file.py:attribute``."""
     place, _, name = target.rpartition(":")
     module = find_module(place)
     try:
@@ -188,7 +188,7 @@ def find_module(place: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{place}.".startswith(f"{missing}."):
             raise UsageError(
-                f"There is no module {missing!r} here. Run the command in the folder that has "
-                "it, or give the path to its file: path/to/file.py:Class."
+                f"There is no module {missing!r} here. Run the command in the folder that "
+                "contains it, or give the path to its file: path/to/file.py:Class."
             ) from error
         raise ImportError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
