@@ -1,9 +1,9 @@
-"""The callbacks of this package as parts of a preset, which leave a run that they do not support.
+"""Variants of this package's callbacks for presets: they disable themselves on unsupported runs.
 
-``lightning_opt.presets._optional.MicroBatching`` is ``lightning_opt.MicroBatching``; but where that
-raises an error when a run starts, it is left out with a warning. The configurations that presets
-write name these classes. The module is private, so that LightningCLI finds only one class for the
-short name ``MicroBatching``.
+``lightning_opt.presets._optional.MicroBatching`` is a subclass of ``lightning_opt.MicroBatching``
+that warns and removes itself where its parent would raise at the start of a run. Presets write
+these class paths to configurations. The module is private, so that LightningCLI finds only one
+class for the short name ``MicroBatching``.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ START_HOOKS = (
     "setup", "on_fit_start", "on_sanity_check_start", "on_train_start",
     "on_validation_start", "on_test_start", "on_predict_start",
 )  # fmt: skip
-"""Hooks in which callbacks raise if they do not support the run."""
+"""Hooks in which callbacks raise if they do not support a run."""
 
 
 def __getattr__(name: str) -> Any:
     kind = getattr(lightning_opt, name, None)
     if not (isinstance(kind, type) and issubclass(kind, RunCallback)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return as_optional(kind)  # type: ignore[arg-type]  # of the cache
+    return as_optional(kind)  # type: ignore[arg-type]  # mypy: a type is not hashable
 
 
 @cache
 def as_optional(kind: type[RunCallback]) -> type[RunCallback]:
-    """Return a subclass that leaves the run with a warning where ``kind`` raises at its start."""
-    hooks = {name: _leave_on_error(getattr(kind, name)) for name in START_HOOKS}
+    """Return a subclass that warns and removes itself where ``kind`` raises at the start."""
+    hooks = {name: _remove_on_error(getattr(kind, name)) for name in START_HOOKS}
     content = {"__module__": __name__, "__doc__": kind.__doc__, **hooks}
     return type(kind.__name__, (kind,), content)
 
 
-def _leave_on_error(hook: Callable[..., None]) -> Callable[..., None]:
+def _remove_on_error(hook: Callable[..., None]) -> Callable[..., None]:
     @wraps(hook)
     def call(self: RunCallback, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         try:
             hook(self, trainer, *args, **kwargs)
         except ValueError as error:
             self.release(trainer)
-            # Replaced and not removed, because Lightning is iterating over the list.
+            # Replaced, not removed: Lightning is iterating over the list.
             trainer.callbacks[trainer.callbacks.index(self)] = BaseCallback()  # type: ignore[attr-defined]
             rank_zero_warn(f"The preset leaves out {type(self).__name__}: {error}")
 

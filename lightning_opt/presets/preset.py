@@ -42,7 +42,7 @@ class Part:
     ``value`` holds the callback's settings, or the argument's value, or a function of the situation
     that returns them. ``kind`` is the callback's class; None for an argument of the Trainer.
 
-    Once chosen for a situation, ``reason`` is the reason to leave the part out; None if it is used.
+    In the result of :meth:`choose`, ``reason`` is why the part is left out; None if it is used.
     ``is_requested`` is True if the user names the part; its errors then stop the run.
     """
 
@@ -60,10 +60,10 @@ class Part:
         override = situation.overrides.get(self.name)
         if isinstance(override, Mapping):
             value = {**value, **override}
-        reason = self._why_not(situation)
+        reason = self._reason_to_exclude(situation)
         return replace(self, value=value, reason=reason, is_requested=override is not None)
 
-    def _why_not(self, situation: Situation) -> str | None:
+    def _reason_to_exclude(self, situation: Situation) -> str | None:
         if self.name in (situation.user_callbacks if self.kind else situation.arguments):
             return "replaced by yours"
         if situation.overrides.get(self.name, True) is None:
@@ -77,19 +77,19 @@ class Part:
         return self.reason is None
 
     @property
-    def _is_own(self) -> bool:
+    def _is_from_package(self) -> bool:
         return getattr(lightning_opt, self.name, None) is self.kind
 
     def make(self) -> pl.Callback:
         kind: Any = self.kind
-        kind = as_optional(kind) if self._is_own and not self.is_requested else kind
+        kind = as_optional(kind) if self._is_from_package and not self.is_requested else kind
         return kind(**instantiate(self.value))  # type: ignore[no-any-return]
 
     def to_config(self) -> dict[str, Any]:
         """Return the callback's entry in a configuration of LightningCLI."""
         kind: Any = self.kind
         module = kind.__module__
-        if self._is_own:
+        if self._is_from_package:
             module = "lightning_opt" if self.is_requested else "lightning_opt.presets._optional"
         return {"class_path": f"{module}.{kind.__qualname__}", "init_args": dict(self.value)}
 
@@ -98,10 +98,10 @@ class Part:
 class Preset:
     """A named set of callbacks and Trainer arguments, each with its reason.
 
-    Parts that the machine, the strategy or another part rules out are left out, and
+    Parts that do not suit the machine, the strategy or another part are left out;
     :meth:`describe` gives the reasons. A callback of this package that does not support the model
-    is left out with a warning when the run starts, unless you named it. Your own settings win: an
-    argument of the Trainer, or a callback of a class in the preset.
+    is left out with a warning when the run starts, unless you named it. Your own Trainer arguments
+    and callbacks of the same class replace the preset's.
 
     Presets are immutable: each method returns a new one. Create them with :func:`preset` and
     :func:`register_preset`.
@@ -109,7 +109,7 @@ class Preset:
     Args:
         name: The preset's name.
         parts: Its parts; :meth:`plus` adds to them.
-        overrides: Settings of single callbacks, set by :meth:`override`.
+        overrides: Settings by callback name, set by :meth:`override`.
         arguments: Arguments of the Trainer, set by :meth:`override`.
         purpose: Its purpose, in a sentence.
 
@@ -209,7 +209,7 @@ class Preset:
     # --- results ----------------------------------------------------------------------------------
 
     def choose(self, **trainer: Any) -> list[Part]:
-        """Return the parts as chosen for these arguments of the Trainer."""
+        """Return the parts for these Trainer arguments, each with its final value and reason."""
         situation = self._situation(trainer)
         return [part.choose(situation) for part in self.parts]
 
@@ -224,8 +224,8 @@ class Preset:
         """Return arguments for the Trainer.
 
         Args:
-            more: Arguments of your own, which win. A callback of a class in the preset replaces the
-                preset's. Other callbacks follow, those of this package in the order they need.
+            more: Your own arguments, which override the preset's. Callbacks are added, or replace
+                those of the same class; then all are sorted into the required order.
         """
         return {**self.arguments, **more, **join(self.choose(**more), Part.make, more)}
 
@@ -259,14 +259,14 @@ class Preset:
         """Return the arguments of the Trainer in the format of a LightningCLI configuration.
 
         Args:
-            more: Arguments of your own, of plain types; ``callbacks`` as dicts with ``class_path``.
+            more: Your own arguments, of plain types; ``callbacks`` as dicts with ``class_path``.
 
         Raises:
-            TypeError: For settings that are objects, which a file cannot hold. Give them as
+            TypeError: For settings that are objects, which JSON cannot store. Give them as
                 ``{"class_path": ..., "init_args": {...}}``.
         """
-        found = {**self.arguments, **more, **join(self.choose(**more), Part.to_config, more)}
-        plain: dict[str, Any] = json.loads(json.dumps(found))
+        arguments = {**self.arguments, **more, **join(self.choose(**more), Part.to_config, more)}
+        plain: dict[str, Any] = json.loads(json.dumps(arguments))
         return plain
 
     def to_yaml(self, **more: Any) -> str:
@@ -285,19 +285,19 @@ class Preset:
 
 
 def join(
-    chosen: Iterable[Part], form: Callable[[Part], Any], given: Mapping[str, Any]
+    chosen: Iterable[Part], convert: Callable[[Part], Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the parts in use as Trainer arguments, with the given callbacks.
 
-    ``form`` converts a part into a callback, or into its entry in a configuration.
+    ``convert`` turns a part into a callback, or into its entry in a configuration.
     """
     on = [part for part in chosen if part.is_on]
     arguments = {part.name: part.value for part in on if not part.kind}
-    callbacks = [form(part) for part in on if part.kind] + as_list(given.get("callbacks"))
-    return {**arguments, "callbacks": sorted(callbacks, key=_rank)}
+    callbacks = [convert(part) for part in on if part.kind] + as_list(given.get("callbacks"))
+    return {**arguments, "callbacks": sorted(callbacks, key=_position)}
 
 
-def _rank(callback: pl.Callback | Mapping[str, Any]) -> int:
+def _position(callback: pl.Callback | Mapping[str, Any]) -> int:
     ranks = [ORDER.index(name) for name in class_names(callback) if name in ORDER]
     return min(ranks, default=len(ORDER))
 

@@ -1,4 +1,4 @@
-"""Presets by name: built-in ones, each of which extends the one before, and user-defined ones."""
+"""Presets by name: user-defined ones, and three built-in ones, each extending the previous."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def basic() -> Preset:
     return (
         Preset("basic", purpose="Monitors and protects, and leaves a healthy run's numbers alone.")
         .plus(GradientHealth, None,
-              "reports problems of gradients, by layer, with advice",
+              "reports gradient problems by layer, with advice",
               "1% of a step with 9.5 M weights, 10% with a tiny MLP",
-              _why_not_deepspeed)
-        .plus(NonFiniteGuard, None, "skips steps that are NaN or infinite",
+              _excluded_by_deepspeed)
+        .plus(NonFiniteGuard, None, "skips steps with NaN or infinite values",
               "1% of a step with 9.5 M weights, 6% with a tiny MLP; one small all-reduce",
-              _why_not_deepspeed)
+              _excluded_by_deepspeed)
         .plus(AdaptiveClipping, None, "clips gradients at a threshold learned from the run",
               "shares norms with GradientHealth and NonFiniteGuard; changes the steps it clips",
               _why_not_clipping)
@@ -50,7 +50,7 @@ def basic() -> Preset:
 
 
 def advanced() -> Preset:
-    """``basic`` with faster steps that give the same result up to rounding."""
+    """``basic`` with faster steps and the same result up to rounding."""
     return (
         basic().named("advanced", "Makes steps faster, with the same result up to rounding.")
         .plus_argument("precision", "bf16-mixed",
@@ -60,9 +60,9 @@ def advanced() -> Preset:
         .plus(Runtime, None, "TF32 and cuDNN's fastest kernels on CUDA, restored afterwards",
               "float32 matrix products are less exact on GPUs with TF32")
         .plus(FusedOptimizer, None, "the update in one pass over each tensor, if supported",
-              "rounds in another order", _why_not_deepspeed)
+              "may round differently", _excluded_by_deepspeed)
         .plus(ChannelsLast, None,
-              "convolutions with the channels last in memory, in convolutional models",
+              "the channels_last memory format, in convolutional models",
               "may be slower on some devices")
         .plus(AttentionBackend, None,
               "a warning where torch's slow attention kernel is used",
@@ -76,21 +76,21 @@ def advanced() -> Preset:
               "up to 20 s before the first step; workers need memory", _why_not_workers)
         .plus(GarbageCollection, None,
               "all ranks collect garbage at the same step; otherwise each waits for the others",
-              "objects in reference cycles live for up to 100 steps", _why_single_process)
+              "objects in reference cycles live for up to 100 steps", _excluded_by_single_process)
     )  # fmt: skip
 
 
 def ultra() -> Preset:
-    """``advanced`` with parts that change the result, or slow a run down until they help."""
+    """``advanced`` with parts that may change the result, or that cost time before they help."""
     return (
         advanced().named("ultra", "Saves memory and traffic, and may change the result.")
         .plus(MicroBatching, {"size": "auto"},
               "splits a batch that runs out of memory into the largest parts that fit",
               "0.3 ms per step; BatchNorm sees one part at a time once a batch is split",
-              _why_not_deepspeed)
+              _excluded_by_deepspeed)
         # normalize="samples" would need batches whose length is known.
         .plus(Accumulation, {"normalize": "batches"},
-              "accumulated gradients that are an exact mean, also in a short last window",
+              "averages accumulated gradients exactly, also in a short last window",
               "nothing measurable", _why_not_accumulation)
         .plus_argument("strategy", "ddp_compressed",
               "compressed gradients with error feedback, if the measured network is the bottleneck",
@@ -135,7 +135,7 @@ def preset(name: str, /, **overrides: Any) -> Preset:
     if name not in _builders:
         raise ValueError(
             f"There is no preset {name!r}{did_you_mean(name, _builders)} "
-            f"There are {', '.join(_builders)}."
+            f"The presets are {', '.join(_builders)}."
         )
     return _builders[name]().named(name).override(**overrides)
 
@@ -169,10 +169,10 @@ def preset_names() -> list[str]:
 
 
 # --- reasons to leave a part out ------------------------------------------------------------------
-# Callbacks check more in their own `setup`; the preset then leaves them out with a warning.
+# Callbacks check more in `setup`. If they raise there, they are left out with a warning.
 
 
-def _why_not_deepspeed(situation: Situation) -> str | None:
+def _excluded_by_deepspeed(situation: Situation) -> str | None:
     if situation.strategy == "deepspeed":
         return "DeepSpeed handles gradients, optimizers and activations itself"
     return None
@@ -183,19 +183,19 @@ def _why_not_clipping(situation: Situation) -> str | None:
         return "the Trainer clips by gradient_clip_val; AdaptiveClipping would clip again"
     strategy = situation.arguments.get("strategy")
     if isinstance(strategy, CompressedDDPStrategy):
-        keeps_gradients = not strategy.chooses and strategy.compressor.late
+        sends_late = not strategy.chooses and strategy.compressor.late
     else:
-        keeps_gradients = str(strategy).startswith(("ddp_topk", "ddp_threshold"))
-    if keeps_gradients:
+        sends_late = str(strategy).startswith(("ddp_topk", "ddp_threshold"))
+    if sends_late:
         return (
-            "the strategy keeps unsent gradients, which callbacks cannot clip; "
-            "Trainer(gradient_clip_val=...) can"
+            "callbacks cannot clip the gradients that the strategy sends later; "
+            "use Trainer(gradient_clip_val=...)"
         )
-    return _why_not_deepspeed(situation)
+    return _excluded_by_deepspeed(situation)
 
 
 def _why_not_bf16(situation: Situation) -> str | None:
-    if any(isinstance(one, Precision) for one in as_list(situation.arguments.get("plugins"))):
+    if any(isinstance(plugin, Precision) for plugin in as_list(situation.arguments.get("plugins"))):
         return "your plugin sets the precision"
     return why_no_bf16(situation.device, situation.forks)
 
@@ -205,7 +205,7 @@ def _why_not_compile(situation: Situation) -> str | None:
         return "not tested, or not supported, under this strategy"
     if situation.device == "cpu" and situation.overrides.get("CompileModel") is None:
         return (
-            "on a CPU compilation takes half a minute or more and seldom pays: lightning-opt tune "
+            "on a CPU compilation takes half a minute or more and seldom helps: lightning-opt tune "
             "measures it, CompileModel=True adds it"
         )
     return why_no_compiler(situation.device, situation.forks)
@@ -213,18 +213,18 @@ def _why_not_compile(situation: Situation) -> str | None:
 
 def _why_not_workers(situation: Situation) -> str | None:
     if situation.arguments.get("deterministic"):
-        return "random augmentation would depend on the number of workers it finds"
+        return "random augmentation would depend on the tuned number of workers"
     return None
 
 
-def _why_single_process(situation: Situation) -> str | None:
+def _excluded_by_single_process(situation: Situation) -> str | None:
     return None if situation.processes > 1 else "there is only one process"
 
 
 def _why_not_accumulation(situation: Situation) -> str | None:
     if (situation.arguments.get("accumulate_grad_batches") or 1) == 1:
         return "accumulate_grad_batches is not set"
-    return _why_not_deepspeed(situation)
+    return _excluded_by_deepspeed(situation)
 
 
 def _why_not_compression(situation: Situation) -> str | None:

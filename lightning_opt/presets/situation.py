@@ -1,4 +1,4 @@
-"""The inputs of a preset's decisions: the Trainer's arguments, the machine and the model."""
+"""The inputs of a preset's decisions: the Trainer's arguments and the machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return the callbacks or plugins of a Trainer's argument."""
+    """Return a Trainer argument's callbacks or plugins as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def class_names(given: Any) -> list[str]:
-    """Return the names of an object's class and base classes; only the class of an entry."""
+    """Return the names of an object's class and bases, or of a configuration entry's class."""
     if isinstance(given, Mapping):
         return [str(given["class_path"]).rpartition(".")[2]]
     return [base.__name__ for base in type(given).__mro__]
@@ -34,8 +34,7 @@ def class_names(given: Any) -> list[str]:
 class Situation:
     """The Trainer's arguments and the machine for which a preset is chosen.
 
-    It is derived from arguments, without a Trainer: ``describe(devices=8)`` must work on a machine
-    that could not create one.
+    It needs no Trainer, so that ``describe(devices=8)`` works on a machine with fewer devices.
 
     Args:
         arguments: The Trainer's arguments.
@@ -105,7 +104,7 @@ class Situation:
 
     @property
     def forks(self) -> bool:
-        """Whether the strategy may fork processes, which need CUDA to be uninitialized."""
+        """Whether the strategy may fork processes, which must happen before CUDA starts."""
         name = str(self.arguments.get("strategy") or "auto").lower()
         interactive = hasattr(sys, "ps1")
         return name.endswith(("_fork", "_notebook")) or (interactive and self.processes > 1)
