@@ -1,6 +1,6 @@
 """Reports the backend that torch uses for scaled dot-product attention.
 
-No attention is computed here: the function that finds the backend of a call is torch's own.
+torch's own function selects the backend of a call; no attention is computed here.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class AttentionBackend(RunCallback):
         )
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Restore torch's function."""
+        """Restore ``scaled_dot_product_attention``."""
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
@@ -149,7 +149,7 @@ class AttentionBackend(RunCallback):
 class CallRecorder:
     """Records each call of scaled dot-product attention until :meth:`close`.
 
-    The function is replaced in every loaded Python module that has it under this name. A
+    The function is replaced in every loaded Python module that imports it by name. A
     ``TorchFunctionMode`` would miss the calls inside ``nn.MultiheadAttention``, and changes the
     code path of that module in evaluation.
 
@@ -203,7 +203,7 @@ class CallRecorder:
             self._rows[kind]["calls"] += 1
             return
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-        backend = _choose(arguments, scale, enable_gqa)
+        backend = _backend_of(arguments, scale, enable_gqa)
         preferred = [*takewhile(lambda name: name != backend, BACKENDS.values())]
         reasons = [
             f"{name}: {_reason_not_used(name, (*arguments, enable_gqa))}" for name in preferred
@@ -220,16 +220,16 @@ def _as_autocast(tensor: Tensor | None) -> Tensor | None:
     """Return ``tensor``, or an empty tensor of the dtype that autocast would convert it to."""
     if tensor is None or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return tensor
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind):
+    device_type = tensor.device.type
+    if not torch.is_autocast_enabled(device_type):
         return tensor
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     if tensor.dtype is dtype:
         return tensor
     return torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
 
 
-def _choose(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> str:
+def _backend_of(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> str:
     try:
         choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=grouped)
     except (RuntimeError, NotImplementedError, TypeError):  # raised for unusual tensors
@@ -239,11 +239,11 @@ def _choose(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> s
 
 def _reason_not_used(name: str, arguments: tuple[Any, ...]) -> str:
     """Return the reason why the preferred backend ``name`` is not used for a call."""
-    kind = arguments[0].device.type
-    if kind == "cpu":
-        return "no dropout, and not every mask" if name == "flash" else "not for CPUs"
-    if kind != "cuda":
-        return f"torch gives no reason on {kind}"
+    device_type = arguments[0].device.type
+    if device_type == "cpu":
+        return "supports no dropout and not every mask" if name == "flash" else "not for CPUs"
+    if device_type != "cuda":
+        return f"torch gives no reason on {device_type}"
     can_use = getattr(cuda, f"can_use_{name}_attention", None)
     if can_use is None:
         return "not in this version of torch"
@@ -252,6 +252,6 @@ def _reason_not_used(name: str, arguments: tuple[Any, ...]) -> str:
         usable = can_use(cuda.SDPAParams(*arguments), True)
     if usable:
         return "it could, but this version of torch prefers another"
-    # The end of each warning is its position in torch's source.
+    # Each warning ends with its position in torch's source; remove that.
     texts = [str(warning.message).partition(" (Triggered")[0].strip() for warning in caught]
     return " ".join(dict.fromkeys(text for text in texts if text)) or "torch gives no reason"

@@ -167,7 +167,7 @@ def test_math_serves_dropout_and_warns_once(kind):
 def test_math_serves_a_learned_mask_and_warns_once():
     row = row_served_by_math(Net("bias"), lo.AttentionBackend(), "mask float32 (6, 6), dropout 0")
     assert row["mask"] == "float32 (6, 6)"
-    assert "flash: no dropout, and not every mask" in row["better ones"]
+    assert "flash: supports no dropout and not every mask" in row["better ones"]
     assert "cudnn: not for CPUs" in row["better ones"]
 
 
