@@ -116,7 +116,7 @@ class CachedDataset(Caching, Dataset[Any]):
         else:
             fetched = [self.dataset[indices[position]] for position in missing]
         encoded = [encode(item) for item in fetched]
-        self._keep({names[position]: data for position, data in zip(missing, encoded, strict=True)})
+        self._put({names[position]: data for position, data in zip(missing, encoded, strict=True)})
         # Decode new items too, so that items are always contiguous and never shared.
         for position, data in zip(missing, encoded, strict=True):
             items[position] = decode(data)

@@ -73,7 +73,7 @@ class cached(Caching):  # noqa: N801 - called as a function is
         found = self._look_up(name)
         if found is MISSING:
             data = encode(self._fn(*args, **kwargs))
-            self._keep({name: data})
+            self._put({name: data})
             found = decode(data)
         return found
 

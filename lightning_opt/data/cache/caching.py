@@ -77,7 +77,7 @@ class Caching:
                 )
             default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
             parent = Path(folder or default / "lightning_opt")
-            # Readable, for users who delete what they no longer need.
+            # A readable name shows users which folders they can delete.
             readable = re.sub(r"[^\w.-]+", "_", f"{name}-{key}")[:80]
             directory = parent / f"{readable}-{digest(name, key).hex()[:16]}"
             check_private(parent)
@@ -85,7 +85,7 @@ class Caching:
             self._store = Store(directory, max_bytes, policy)
         else:
             if key is not None or folder is not None:
-                raise ValueError('key= and folder= go with storage="disk", got storage="memory".')
+                raise ValueError('key= and folder= need storage="disk", got storage="memory".')
             self._store = Store(memory_folder(max_bytes, self), max_bytes, policy)
         self._storage = storage
         # One row per process, so no lock is needed. Workers of a DataLoader, forked or spawned,
@@ -103,7 +103,7 @@ class Caching:
         self._count(MISSES if item is MISSING else HITS, 1)
         return item
 
-    def _keep(self, encoded: dict[str, bytes]) -> None:
+    def _put(self, encoded: dict[str, bytes]) -> None:
         self._count(EVICTIONS, self._store.put(encoded))
 
     def statistics(self) -> dict[str, int]:
@@ -184,7 +184,7 @@ def _lock(file: Any) -> bool:
 
 
 def _remove(folder: Path, pid: int, lock: Any) -> None:
-    if pid == os.getpid():  # not at the end of a forked worker
+    if pid == os.getpid():  # a forked worker must not remove the folder
         from lightning_opt.data.cache.store import close
 
         close(folder)

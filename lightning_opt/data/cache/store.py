@@ -27,20 +27,20 @@ MAX_READERS = 2048
 """Processes that may use one file at a time."""
 
 ITEM, USE, ORDER = b"0", b"1", b"2"
-"""Prefixes of keys: an item by its name, its number of use by its name, its name by this number."""
+"""Key prefixes. ITEM + name: the item; USE + name: its use number; ORDER + use number: its name."""
 
 TREE_PAGES = 3
 """Pages by which the tree may grow with one item."""
 
 GROWTH_BYTES = 64 * PAGESIZE
-"""Bytes by which the file grows if not a single eviction can be written into its free pages."""
+"""Bytes added to the file when its free pages are too few to write even one eviction."""
 
 MAX_EVICTIONS = 4
-"""Transactions that evict, for one batch. LMDB uses freed pages again two transactions later."""
+"""Eviction transactions per batch. LMDB reuses freed pages only two transactions later."""
 
 _lock = threading.RLock()
 _environments: dict[Path, lmdb.Environment] = {}
-"""The open environments of this process. LMDB must not open a file twice, nor keep it in a fork."""
+"""The open environments of this process. LMDB allows one per file, and none in a fork."""
 
 
 def _close_before_fork() -> None:
@@ -81,10 +81,10 @@ class Store:
 
     def __init__(self, folder: Path, max_bytes: int, policy: Policy = "lru") -> None:
         self.folder, self.max_bytes, self.policy = folder, max_bytes, policy
-        self._touched: dict[bytes, None] = {}
+        self._recent_reads: dict[bytes, None] = {}
         self._warned = False
         check_local(folder)
-        close(folder)  # it may have been deleted and created again
+        close(folder)  # the folder may have been deleted and created again
         try:
             with _lock:
                 self._environment()
@@ -139,16 +139,16 @@ class Store:
         except lmdb.Error as error:
             self._warn(error)
             return MISSING
-        if self.policy == "lru":  # the next stored item writes it to the file
-            self._touched.pop(key, None)
-            self._touched[key] = None
+        if self.policy == "lru":  # the next write stores the order of these reads
+            self._recent_reads.pop(key, None)
+            self._recent_reads[key] = None
         return item
 
     def put(self, items: Mapping[str, bytes]) -> int:
         """Store encoded items if there is room, and return how many others were evicted.
 
-        A batch is one transaction, so the disk is waited for only once. A batch that is large
-        beside the cache is stored item by item, because a transaction needs as much free room.
+        A batch is one transaction, so it waits for the disk once. A batch that is large compared
+        with the cache is stored item by item: a transaction needs free pages of its own size.
         """
         groups: Iterable[Mapping[str, bytes]] = (items,)
         if sum(map(len, items.values())) > self.max_bytes // 16:
@@ -161,14 +161,14 @@ class Store:
             return 0
 
     def _put_group(self, items: Mapping[str, bytes]) -> int:
-        if self.policy == "keep":  # do not wait for other writers if it is full
+        if self.policy == "keep":  # do not wait for other writers if the file is full
             room = self.max_bytes - self.statistics()["bytes"]
             items = {name: data for name, data in items.items() if size_of(data) <= room}
         evicted = 0
         for _ in range(MAX_EVICTIONS if items else 0):
             try:
                 return evicted + self._write(items)
-            except lmdb.MapFullError:  # freed pages are in several pieces, or still in use
+            except lmdb.MapFullError:  # free pages are fragmented, or still in use
                 more = self._make_room(sum(map(size_of, items.values())))
                 if not more:
                     break
@@ -190,18 +190,18 @@ class Store:
                 else:
                     transaction.put(ITEM + key, data)
                     append_use(transaction, key)
-        self._touched = {}
+        self._recent_reads = {}
         return evicted
 
     def _write_uses(self, transaction: lmdb.Transaction[memoryview]) -> None:
-        """Write the order of the reads since the last stored item."""
-        for key in self._touched:
+        """Store the order of the reads since the last write."""
+        for key in self._recent_reads:
             if number := transaction.get(USE + key):
                 transaction.delete(ORDER + bytes(number))
                 append_use(transaction, key)
 
     def _make_room(self, size: int) -> int:
-        """Evict items of at least ``size`` bytes if there are as many, and return their number."""
+        """Evict at least ``size`` bytes if possible, and return the number of items evicted."""
         if self.policy == "keep":
             return 0
         environment, evicted = self._environment(), 0
@@ -213,23 +213,23 @@ class Store:
                 while used_bytes(transaction.stat()) > target and remove_oldest(transaction):
                     evicted += 1
         except lmdb.MapFullError:
-            # A process still reads from freed pages: skip this batch. If there is no reader, the
-            # last transaction freed all of them, and no other one would ever succeed.
+            # With readers, freed pages are still in use: skip this batch. Without readers, the
+            # remaining free pages can never hold an eviction: grow the file.
             if not any(line.split()[-1] != "-" for line in environment.readers().splitlines()[1:]):
                 environment.set_mapsize(environment.info()["map_size"] + GROWTH_BYTES)
             return 0
-        self._touched = {}
+        self._recent_reads = {}
         return evicted
 
     def statistics(self) -> dict[str, int]:
         """Return the bytes and the number of items."""
         try:
             with _lock, self._begin() as transaction:
-                found = transaction.stat()
+                stat = transaction.stat()
         except lmdb.Error:
             return {"bytes": 0, "items": 0}
-        items = found["entries"] // 3
-        return {"bytes": used_bytes(found) if items else 0, "items": items}
+        items = stat["entries"] // 3
+        return {"bytes": used_bytes(stat) if items else 0, "items": items}
 
     def clear(self) -> None:
         with _lock, self._begin(write=True) as transaction:
@@ -242,7 +242,7 @@ class Store:
 
 
 def check_local(folder: Path) -> None:
-    """Raise if ``folder`` is on a network file system, where LMDB's locks and maps do not hold."""
+    """Raise if ``folder`` is on a network file system, where LMDB's locks and maps do not work."""
     mounts = [
         mount
         for mount in psutil.disk_partitions(all=True)
@@ -252,18 +252,18 @@ def check_local(folder: Path) -> None:
     if kind.removeprefix("fuse.").startswith(NETWORK_FILE_SYSTEMS):
         raise ValueError(
             f"The cache folder {folder} is on a network file system ({kind}), where processes "
-            "cannot share a memory-mapped file safely. Use a folder on a disk of this machine."
+            "cannot share a memory-mapped file safely. Use a folder on a local disk."
         )
 
 
 def size_of(data: bytes) -> int:
-    """Return the most bytes by which an item enlarges the file."""
+    """Return the maximum number of bytes that an item adds to the file."""
     return (-(-(len(data) + 32) // PAGESIZE) + TREE_PAGES) * PAGESIZE
 
 
-def used_bytes(found: Mapping[str, Any]) -> int:
-    pages = found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"]
-    return int(pages * found["psize"])
+def used_bytes(stat: Mapping[str, Any]) -> int:
+    pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+    return int(pages * stat["psize"])
 
 
 def append_use(transaction: lmdb.Transaction[memoryview], key: bytes) -> None:

@@ -329,8 +329,8 @@ def test_dataset_without_index_and_unpicklable_items_raise():
         ({"policy": "lfu"}, "policy"),
         ({"storage": "cloud"}, "storage"),
         ({"storage": "disk", "folder": "x"}, "needs key="),
-        ({"folder": "x"}, "go with"),
-        ({"key": "x"}, "go with"),
+        ({"folder": "x"}, "need storage="),
+        ({"key": "x"}, "need storage="),
         ({"max_bytes": 2**60}, "free in /dev/shm"),
     ],
 )
