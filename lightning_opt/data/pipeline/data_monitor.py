@@ -42,7 +42,7 @@ class DataMonitor(RunCallback):
     Args:
         every_n_steps: Batches between reports, at least 1.
         threshold: Wait fraction above which the run counts as data-bound.
-        patience: Consecutive reports above the threshold before the only warning.
+        patience: Consecutive reports above the threshold before the warning, given once.
 
     Raises:
         ValueError: For arguments out of range.
@@ -112,11 +112,11 @@ class DataMonitor(RunCallback):
             self._report(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock."""
+        """Exclude validation from the measured time."""
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restart the clock."""
+        """Add the duration of validation."""
         self._validation += time.perf_counter() - self._validation_start
 
     def _report(self, trainer: pl.Trainer) -> None:

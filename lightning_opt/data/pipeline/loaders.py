@@ -94,11 +94,11 @@ def _reason_to_skip_sampler(loader: DataLoader[Any]) -> str | None:
     A loader with workers starts its sampler twice and runs it ahead.
     """
     sampler = loader._index_sampler
-    twin = copied_sampler(loader)
+    sampler_copy = copied_sampler(loader)
     with isolated_random(torch.device("cpu")):
-        before = random_states(), _attributes(twin, COUNTER_TYPES)
-        iterator = iter(twin)
-        if (random_states(), _attributes(twin, COUNTER_TYPES)) != before:
+        before = random_states(), _attributes(sampler_copy, COUNTER_TYPES)
+        iterator = iter(sampler_copy)
+        if (random_states(), _attributes(sampler_copy, COUNTER_TYPES)) != before:
             return (
                 f"{type(sampler).__qualname__}.__iter__ draws or counts when it is called, and a "
                 "loader with workers calls it twice at the start; make it a generator (`yield`)"
@@ -140,10 +140,10 @@ def endless_indices(loader: DataLoader[Any]) -> Iterator[Any]:
     Raises:
         ValueError: If the sampler yields nothing.
     """
-    twin = copied_sampler(loader)
+    sampler_copy = copied_sampler(loader)
     while True:
         index = None
-        for index in twin:
+        for index in sampler_copy:
             yield index
         if index is None:
             raise ValueError("its sampler yields nothing")
@@ -153,12 +153,12 @@ def measuring_copy(
     loader: DataLoader[Any], settings: LoaderSettings, indices: Iterator[Any]
 ) -> DataLoader[Any]:
     """Return a copy of ``loader`` with ``settings`` that fetches the batches of ``indices``."""
-    twin = copy.copy(loader)
+    measured = copy.copy(loader)
     kind = "batch_sampler" if loader._auto_collation else "sampler"
     generator = torch.Generator().manual_seed(0)
     attributes = attributes_for(loader, replace(settings, persistent=False))
-    vars(twin).update({kind: indices, "_iterator": None, "generator": generator, **attributes})
-    return twin
+    vars(measured).update({kind: indices, "_iterator": None, "generator": generator, **attributes})
+    return measured
 
 
 # --- times ----------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def probe(
         instead of waiting for example for a disk; the first batch.
 
     Raises:
-        Exception: The error of the dataset, or that the process cannot start or does not answer.
+        Exception: If the dataset raises, or the process does not start or does not answer.
     """
     fetcher = _MapDatasetFetcher(
         loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
@@ -190,7 +190,7 @@ def probe(
     process: DataLoader[Any] = DataLoader(
         _TimedFetches(fetcher, list(islice(indices, MAX_FETCHED_BATCHES))),
         batch_size=None,
-        collate_fn=tuple,  # unchanged
+        collate_fn=tuple,  # the item is a tuple already
         num_workers=1,
         timeout=timeout,
         multiprocessing_context=loader.multiprocessing_context,
@@ -200,7 +200,7 @@ def probe(
 
 
 class _TimedFetches(Dataset[tuple[float, float, Any]]):
-    """Its only item is the result of :func:`probe`, measured by the process that fetches it."""
+    """A dataset whose only item is the result of :func:`probe`, measured where it is fetched."""
 
     def __init__(self, fetcher: Any, indices: list[Any]) -> None:
         self._fetcher, self._indices = fetcher, indices
@@ -219,7 +219,7 @@ class _TimedFetches(Dataset[tuple[float, float, Any]]):
             if now > begin + FETCH_SECONDS:
                 break
         busy = (time.process_time() - used) / (now - begin)
-        return (now - opened) / count, busy, first  # the mean covers items that are rarely slow
+        return (now - opened) / count, busy, first  # a mean, to include rare slow items
 
 
 def time_loader(
@@ -244,10 +244,10 @@ def time_loader(
         RuntimeError: If a batch takes longer than ``limit``, or if a worker raises. A worker that
             is forked from a process with threads can hang, so waiting needs a limit.
     """
-    copy = measuring_copy(loader, settings, indices)
-    copy.timeout = min(loader.timeout or limit, limit)
+    measured = measuring_copy(loader, settings, indices)
+    measured.timeout = min(loader.timeout or limit, limit)
     waited, batches, min_batches = 0.0, 0, max(MIN_TIMED_BATCHES, 2 * settings.workers)
-    iterator = DataLoader.__iter__(copy)
+    iterator = DataLoader.__iter__(measured)
     try:
         for _ in range(settings.workers):  # the first batch of each worker includes its start
             step(next(iterator))

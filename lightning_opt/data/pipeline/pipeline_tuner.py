@@ -169,7 +169,7 @@ class DataPipelineTuner(RunCallback):
                 self._skip(str(error))
         if self.chosen is not None:
             self._loader = loader
-            self._keeps_workers = loader.persistent_workers
+            self._was_persistent = loader.persistent_workers
             attributes = attributes_for(loader, self.chosen)
             self._loader_patches.enter_context(replaced(loader, **attributes))
 
@@ -196,18 +196,20 @@ class DataPipelineTuner(RunCallback):
     def _tune(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: DataLoader[Any]
     ) -> LoaderSettings | None:
-        start, present = time.perf_counter(), settings_of(loader)
+        start, current = time.perf_counter(), settings_of(loader)
         indices = endless_indices(loader)
         device, failure = trainer.strategy.root_device, "another rank could not measure it"
         try:
             probed = probe(loader, indices, self.budget_seconds)
         except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-            failure = f"a separate process could not fetch a batch: {end_of_trial(error)}"
+            failure = f"a separate process could not fetch a batch: {end_failed_trial(error)}"
             probed = math.inf, 1.0, None
-        seconds, busy, batch = probed
+        fetch_seconds, busy, batch = probed
         # One reduction for all values. The minimum of CPUs is the maximum of their negatives.
-        fetch, busy, cpus = largest_over_ranks([seconds, busy, -float(available_cpus())], device)
-        if math.isinf(fetch):
+        fetch_seconds, busy, cpus = largest_over_ranks(
+            [fetch_seconds, busy, -float(available_cpus())], device
+        )
+        if math.isinf(fetch_seconds):
             raise MeasuringError(failure)
         written = WrittenParameters(pl_module)
         step, step_seconds = self._trial_step(trainer, pl_module, batch, written)
@@ -220,9 +222,9 @@ class DataPipelineTuner(RunCallback):
             try:
                 measured = time_loader(loader, indices, settings, step, MEASUREMENT_SECONDS, limit)
             except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
-                failure, measured = f"{settings} failed: {end_of_trial(error)}", (math.inf, 1.0)
+                failure, measured = f"{settings} failed: {end_failed_trial(error)}", (math.inf, 1.0)
             seconds, wait = largest_over_ranks(measured, device)
-            if math.isinf(seconds):  # a rank has failed, so all ranks stop
+            if math.isinf(seconds):  # the trial failed on a rank, so all ranks stop
                 raise MeasuringError(failure)
             return Measured(settings, seconds, wait)
 
@@ -231,17 +233,17 @@ class DataPipelineTuner(RunCallback):
             measure,
             max_workers=largest if self.max_workers is None else self.max_workers,
             # Keep workers if there were any: without them, later draws of the sampler would differ.
-            min_workers=int(present.workers > 0),
-            pin=present.pin or device.type == "cuda",
-            persistent=present.persistent or can_persist(trainer, loader),
+            min_workers=int(current.workers > 0),
+            pin=current.pin or device.type == "cuda",
+            persistent=current.persistent or can_persist(trainer, loader),
         )
         with without_side_effects(trainer, pl_module, written):
-            chosen = search.run(fetch, step_seconds)
+            chosen = search.run(fetch_seconds, step_seconds)
         self._tried = search.tried
         step_time = f"{1e3 * step_seconds:.3g} ms" if step_seconds else "an unknown time"
         self._notes = [
             f"Ended because {search.reason}, after {time.perf_counter() - start:.1f} s. A batch "
-            f"takes {1e3 * fetch:.3g} ms to fetch without workers, a step {step_time}."
+            f"takes {1e3 * fetch_seconds:.3g} ms to fetch without workers, a step {step_time}."
         ]
         if self.verbose and trainer.is_global_zero:
             self.chosen = chosen
@@ -284,7 +286,7 @@ class DataPipelineTuner(RunCallback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make persistent workers draw the same seeds each epoch as new workers would."""
-        if self._loader is None or self._keeps_workers:
+        if self._loader is None or self._was_persistent:
             return
         iterator = self._loader._iterator
         if iterator is None or "_reset" in vars(iterator):
@@ -330,17 +332,18 @@ class DataPipelineTuner(RunCallback):
         self._restore_loader()
 
 
-def end_of_trial(error: Exception) -> str:
-    """Return the last line of a message (a worker's is a whole traceback), and end the workers.
+def end_failed_trial(error: Exception) -> str:
+    """End the workers of a failed trial, and return the last line of its error.
 
-    The error and the frames of its traceback refer to each other, and these hold the workers.
+    The error's traceback holds references to the workers, so they only end once it is cleared.
     """
     traceback.clear_frames(error.__traceback__)
+    # A worker's error contains its whole traceback.
     return (str(error).strip().splitlines() or [repr(error)])[-1].rstrip(".")
 
 
 def max_workers_for(cpus: int, processes: int, busy: float) -> int:
-    """Return the number of CPUs per process, or more if items leave the CPU partly idle."""
+    """Return the worker limit: the CPUs per process, or more if items leave them idle."""
     share = max(1, cpus // max(1, processes))
     limit = MAX_WAITING_WORKERS
     return max(share, min(limit, int(share / max(busy, 1 / limit))))
