@@ -68,7 +68,7 @@ class CountingScaler(torch.amp.GradScaler):
         if new_scale is not None or scale is None or not found:
             super().update(new_scale)
             return
-        for flags in found:  # torch would not wait for a copy to the host
+        for flags in found:  # torch's own copy to the host does not wait for the device
             flags.update({device: move(flag, scale.device) for device, flag in flags.items()})
         overflow: Condition = sum(flag for flags in found for flag in flags.values()) > 0
         at_floor: Condition = scale <= self.min_scale
@@ -92,7 +92,7 @@ class CountingScaler(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict` or of torch's scaler, except settings."""
+        """Restore scale and counts from :meth:`state_dict` or torch's scaler; settings stay."""
         self._init_scale = max(state_dict["scale"], self.min_scale)
         self._init_growth_tracker = state_dict["_growth_tracker"]
         if self._scale is not None:
@@ -109,8 +109,8 @@ class DynamicLossScale(BaseMixedPrecision):
     float16 gradients below 6e-8 become zero. So the loss is multiplied by a large scale before the
     backward pass, and gradients are divided by it before the update. If one of them is not finite,
     the update is skipped and the scale is halved; after ``growth_interval`` updates in a row it is
-    doubled. torch's
-    ``GradScaler``, which ``Trainer(precision="16-mixed")`` uses, does the same. Differences:
+    doubled. torch's ``GradScaler``, which ``Trainer(precision="16-mixed")`` uses, does the same.
+    Differences:
 
     - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
     - The scale has a floor. A run with ``patience`` skipped updates in a row at the floor stops
@@ -119,21 +119,20 @@ class DynamicLossScale(BaseMixedPrecision):
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
     Lightning counts a skipped step in ``global_step``, and steps the learning-rate schedulers of
-    ``interval="step"``, so a warm-up begins with steps that never took place. Here
-    these schedulers do not step on skipped updates. ``global_step`` still counts them, since
-    loggers, checkpoints and ``max_steps`` depend on it.
+    ``interval="step"``, so a warm-up begins with steps that never took place. Here these schedulers
+    do not step on skipped updates. ``global_step`` still counts them, since loggers, checkpoints
+    and ``max_steps`` depend on it.
 
-    On an accelerator, nothing is read back to the host between reports. Reactions come later:
-    schedulers skip one step two steps after the skipped update, and the error of a collapsed scale
-    is raised at the next report.
+    On an accelerator, the host does not wait for the device between reports. Schedulers therefore
+    skip their step two steps late, and the error of a collapsed scale is raised at the next report.
 
     Logged every ``every_n_steps`` optimizer steps:
 
     ======================== ===================================================================
     ``loss_scale/scale``     the current scale
     ``loss_scale/skipped``   updates skipped so far
-    ``loss_scale/overflows`` skipped updates with a finite loss on this rank; the others had a loss
-                             of NaN or infinity at any scale
+    ``loss_scale/overflows`` skipped updates with a finite loss on this rank; in the others the loss
+                             itself was NaN or infinite
     ======================== ===================================================================
 
     Args:
@@ -186,7 +185,7 @@ class DynamicLossScale(BaseMixedPrecision):
     def _reset(self) -> None:
         self.scaler = CountingScaler(self.device, **self._settings)
         self._steps = 0
-        self._skips_to_hold = 0  # skipped updates for which no scheduler has waited yet
+        self._skips_to_hold = 0  # skipped updates whose scheduler step was not skipped yet
         self._delayed: DelayedReads[None] = DelayedReads()
 
     def connect(
@@ -203,7 +202,7 @@ class DynamicLossScale(BaseMixedPrecision):
         _check_supported(device, model, optimizers)
         self.teardown()
         if self._module is not None and self._module() is not pl_module:
-            self._reset()  # the scale of another model does not apply
+            self._reset()  # another model needs another scale
         self._module = ref(pl_module)
         if device != self.device:
             state, self.device = self.scaler.state_dict(), device
@@ -252,7 +251,7 @@ class DynamicLossScale(BaseMixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Unscale gradients if a fused optimizer has not yet, then clip them."""
+        """Clip gradients; those of a fused optimizer are unscaled first."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
         if clip_val > 0 and optimizer_handles_unscaling(optimizer):
             state = self.scaler._per_optimizer_states[id(optimizer)]
@@ -306,8 +305,8 @@ class DynamicLossScale(BaseMixedPrecision):
             f"min_scale={self.scaler.min_scale:g}. Of {state['skipped']} updates skipped in all, "
             f"{nonfinite_losses} had a loss of NaN or infinity on this rank. If there are any, "
             "find their cause (GradientHealth names the layer, NonFiniteGuard skips bad batches). "
-            "If there are none, float16 is too narrow for this model's activations: use "
-            'Trainer(precision="bf16-mixed"), or compute the layer that overflows in float32.'
+            "If there are none, the range of float16 is too small for this model's activations: "
+            'use Trainer(precision="bf16-mixed"), or compute the layer that overflows in float32.'
         )
 
     def _count_skips(self, reads: Iterator[tuple[list[float], None]]) -> None:
