@@ -234,7 +234,7 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
     Args:
         job: The model, the data and the Trainer's arguments.
         profiler: The Trainer's profiler.
-        callbacks: Callbacks to add, unless the job or the preset has one of the same class.
+        callbacks: Callbacks to add, unless the job has one; they replace the preset's.
 
     Raises:
         UsageError: If the job sets an argument that only the command may set.
