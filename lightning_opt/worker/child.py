@@ -237,9 +237,8 @@ class Worker:
             sys.path[:] = payload["path"]
             torch.set_num_threads(payload["threads"])
             recipe, seed = pickle.loads(payload["recipe"]), payload["seed"]
-            for path in [
-                getattr(each, "target", each) for each in recipe.values()
-            ]:  # see cli/targets
+            for factory in recipe.values():
+                path = getattr(factory, "target", factory)  # the CLI wraps its paths
                 if isinstance(path, str):
                     import_attribute(path)  # the baseline must include imports
             torch.ones(1 << 20).add_(1)  # and the start of torch's thread pool
