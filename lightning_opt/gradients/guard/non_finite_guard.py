@@ -53,7 +53,7 @@ class NonFiniteGuard(GradientCallback):
 
     1. Every fault: the step is skipped.
     2. ``backoff_after`` faults: the learning rate is multiplied by ``lr_backoff`` during updates
-       only; schedulers and loggers see the full rate. It recovers over 100 good steps.
+       only; schedulers and loggers see the usual rate. It recovers over 100 good steps.
     3. ``rollback_after`` faults, with ``policy="rollback"``: model, optimizers, schedulers and loss
        scaler are restored from a snapshot in host memory. The learning rate is reduced again. The
        data loader is not reset, so the batches before the rollback are not repeated.
@@ -179,7 +179,7 @@ class NonFiniteGuard(GradientCallback):
         self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Copy the buffers and take the first snapshot, after a checkpoint has been loaded."""
+        """Copy the buffers, and take a snapshot or check the weights. A checkpoint is loaded by now."""
         self._reset_run(BufferBackup(pl_module))
         if self.escalation.policy == "rollback":
             self._respond(trainer, pl_module)

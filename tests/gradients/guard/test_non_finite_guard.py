@@ -44,12 +44,12 @@ def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
 
 
 def assert_no_trace(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any], **trainer: Any
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], **trainer_settings: Any
 ) -> lo.NonFiniteGuard:
     """The guarded run is bit-identical to a run without the bad batches."""
     guard = lo.NonFiniteGuard()
-    guarded = fit(FaultyNet(BAD, kind, settings), guard, **trainer)
-    clean = fit(FaultyNet({}, kind, settings, leave_out=BAD), **trainer)
+    guarded = fit(FaultyNet(BAD, kind, settings), guard, **trainer_settings)
+    clean = fit(FaultyNet({}, kind, settings, leave_out=BAD), **trainer_settings)
     assert_same_weights(guarded, clean)
     torch.testing.assert_close(
         optimizer_state(guarded), optimizer_state(clean), rtol=0, atol=0, equal_nan=False
@@ -89,11 +89,11 @@ class Recorder(FaultyNet):
 
 class TestWindows:
     @pytest.mark.parametrize("window", [1, 5])
-    def test_loss_is_the_mean_over_the_window(self, window: int) -> None:
+    def test_event_loss_is_the_mean_over_the_accumulation_window(self, window: int) -> None:
         guard = lo.NonFiniteGuard(max_consecutive=100)
-        bad = Recorder(dict.fromkeys(range(12), "root"))  # finite losses, bad gradients
-        fit(bad, guard, accumulate_grad_batches=window)
-        losses = bad.losses
+        model = Recorder(dict.fromkeys(range(12), "root"))  # finite losses, bad gradients
+        fit(model, guard, accumulate_grad_batches=window)
+        losses = model.losses
         expected = [
             sum(losses[i : i + window]) / len(losses[i : i + window]) for i in range(0, 12, window)
         ]
@@ -114,12 +114,12 @@ class TestScaler:
         guard = lo.NonFiniteGuard()
         plugins = self.precision(2.0**32)
         model = fit(FaultyNet({}, torch.optim.AdamW, settings, batches=40), guard, plugins=plugins)
-        alone = fit(
+        unguarded = fit(
             FaultyNet({}, torch.optim.AdamW, settings, batches=40), plugins=self.precision(2.0**32)
         )
         assert not guard.events
         assert guard.report().notes[0].split("overflows ")[1][0] != "0"
-        assert_same_weights(model, alone)
+        assert_same_weights(model, unguarded)
         assert plugins.scaler is not None
         assert plugins.scaler.get_scale() < 2.0**32
 
@@ -251,7 +251,7 @@ class TestOrder:
         assert clipping.report().rows[0]["steps"] == 12 - len(BAD)
 
     def test_gradients_of_a_skipped_step_stay_readable(self, device_path: bool) -> None:
-        """For later callbacks and the module's own hooks, until the batch ends."""
+        """Later callbacks and the module's hooks can read them until the batch ends."""
         norms: list[float] = []
 
         class Reads(FaultyNet):
@@ -272,10 +272,10 @@ class TestOrder:
         with pytest.raises(ValueError, match="before AdaptiveClipping"):
             fit(FaultyNet(), lo.AdaptiveClipping(), lo.NonFiniteGuard())
 
-    def test_gradient_clip_val_works_with_the_guard(self) -> None:
-        trainer = {"gradient_clip_val": 0.1}
-        guarded = fit(FaultyNet(BAD), lo.NonFiniteGuard(), **trainer)
-        assert_same_weights(guarded, fit(FaultyNet({}, leave_out=BAD), **trainer))
+    def test_bad_steps_are_skipped_with_gradient_clip_val(self) -> None:
+        settings = {"gradient_clip_val": 0.1}
+        guarded = fit(FaultyNet(BAD), lo.NonFiniteGuard(), **settings)
+        assert_same_weights(guarded, fit(FaultyNet({}, leave_out=BAD), **settings))
 
 
 def test_invalid_argument_raises_with_its_name() -> None:
@@ -299,7 +299,7 @@ def test_guard_does_not_change_a_healthy_run(fused: bool, device_path: bool) -> 
 def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
 
     def run(guard: lo.NonFiniteGuard, max_epochs: int, path: Path | None = None) -> FaultyNet:
-        # Three faults in a row and one more: the row goes on after the first epoch.
+        # The first epoch ends with four faults in a row, so its checkpoint stores this count.
         faults = dict.fromkeys((4, 20, 21, 22, 23), "nan")
         model = FaultyNet(faults, torch.optim.AdamW, {"lr": 0.01, "fused": True}, batches=24)
         trainer = quiet_trainer(callbacks=[guard], max_epochs=max_epochs)
@@ -307,15 +307,15 @@ def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
         return model
 
     guard, first, second = (lo.NonFiniteGuard(spike=6.0) for _ in range(3))
-    whole = run(guard, 2)
+    uninterrupted = run(guard, 2)
     run(first, 1).trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # plain types only
     (state,) = (value for key, value in saved["callbacks"].items() if "Guard" in key)
     assert state["escalation"]["optimizers"][0]["consecutive"] == 4
     resumed = run(second, 2, tmp_path / "a.ckpt")
-    assert_same_weights(resumed, whole)
-    both = [tree_map_only(Tensor, Tensor.tolist, own.state_dict()) for own in (second, guard)]
-    assert both[0]["escalation"] == both[1]["escalation"]
+    assert_same_weights(resumed, uninterrupted)
+    states = [tree_map_only(Tensor, Tensor.tolist, own.state_dict()) for own in (second, guard)]
+    assert states[0]["escalation"] == states[1]["escalation"]
     assert second.report().notes[-1] == guard.report().notes[-1]
     assert "lr_scale 1," not in guard.report().notes[-1]
 
@@ -323,12 +323,12 @@ def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")
 def test_step_without_a_loss_is_not_counted() -> None:
-    class Silent(FaultyNet):
+    class NoLoss(FaultyNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx in (4, 5) else super().training_step(batch, batch_idx)
 
     guard = lo.NonFiniteGuard()
-    fit(Silent({3: "nan", 6: "nan"}), guard)
+    fit(NoLoss({3: "nan", 6: "nan"}), guard)
     assert [event["batch_idx"] for event in guard.events] == [3, 6]
     assert "After 10 steps" in guard.report().notes[-1]
     assert "consecutive 0" in guard.report().notes[-1]
