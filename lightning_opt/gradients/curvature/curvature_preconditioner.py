@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 NAME = "CurvaturePreconditioner"
-MIN_MASS, MAX_FACTOR = 1e-30, 1e30
+MIN_WEIGHT_SUM, MAX_FACTOR = 1e-30, 1e30
 
 
 class DiagonalPreconditioner:
@@ -55,21 +55,23 @@ class DiagonalPreconditioner:
 
     @torch.no_grad()
     def update(self, diagonal: Mapping[str, Tensor]) -> None:
-        """Add an estimate by parameter name; drop it if not finite. Never waits for the device."""
+        """Add an estimate by parameter name if it is finite. Never waits for the device."""
         estimates = [part.float() for part in diagonal.values()]
         finite = torch.stack([torch.isfinite(part).all() for part in estimates]).all()
         for name, new in zip(diagonal, estimates, strict=True):
-            old, mass = self._average_and_mass(name, new)
+            old, weight_sum = self._average_and_weight_sum(name, new)
             # `where` is needed because NaN times a weight of zero is NaN.
             self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
-            self._weight_sum[name] = mass.lerp(torch.where(finite, 1.0, mass), 1.0 - self.beta)
+            self._weight_sum[name] = weight_sum.lerp(
+                torch.where(finite, 1.0, weight_sum), 1.0 - self.beta
+            )
         self._factors = {}
 
     @torch.no_grad()
     def apply(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Scalar = 1.0) -> None:
-        """Precondition ``gradients`` in place. They contain the loss scale ``scale``.
+        """Precondition ``gradients`` in place. ``scale`` is the loss scale in them.
 
-        A gradient without an estimate is only bounded.
+        A gradient without an estimate is only clamped.
         """
         for name, gradient in zip(names, gradients, strict=True):
             largest = torch.linalg.vector_norm(gradient, torch.inf)
@@ -82,22 +84,23 @@ class DiagonalPreconditioner:
                 gradient.clamp_(-bound, bound)
 
     def average(self) -> dict[str, Tensor]:
-        """Return the average by name, in float32, corrected for its start at zero."""
+        """Return the bias-corrected average by name, in float32."""
         return {
-            name: part / self._weight_sum[name].clamp_min(MIN_MASS)
+            name: part / self._weight_sum[name].clamp_min(MIN_WEIGHT_SUM)
             for name, part in self._average.items()
         }
 
-    def _average_and_mass(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _average_and_weight_sum(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
         if name not in self._average:
             self._average[name] = torch.zeros_like(like, dtype=torch.float32)
             self._weight_sum[name] = torch.zeros((), device=like.device)
         return self._average[name].to(like.device), self._weight_sum[name].to(like.device)
 
     def _factor(self, name: str, like: Tensor) -> Tensor:
-        average, mass = self._average_and_mass(name, like)
-        divisor = (average / mass.clamp_min(MIN_MASS)).abs_().pow_(self.power).add_(self.damping)
-        factor = torch.where(mass > 0, divisor.reciprocal_().clamp_max_(MAX_FACTOR), 1.0)
+        average, weight_sum = self._average_and_weight_sum(name, like)
+        corrected = average / weight_sum.clamp_min(MIN_WEIGHT_SUM)
+        divisor = corrected.abs_().pow_(self.power).add_(self.damping)
+        factor = torch.where(weight_sum > 0, divisor.reciprocal_().clamp_max_(MAX_FACTOR), 1.0)
         return factor.to(like.dtype)
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,8 +121,8 @@ class CurvaturePreconditioner(GradientCallback):
     .. math:: g \leftarrow \mathrm{clip}\left(g / (|h|^p + d), \pm c\right).
 
     With SGD this is a diagonal Newton step. Steep and flat directions move at the same rate, so
-    retune the learning rate: 1 jumps to the minimum along each axis. Optimizers that divide by the
-    size of the gradient (Adam, AdamW) undo most of the effect.
+    retune the learning rate: at 1, a step reaches the minimum along each axis. Optimizers that
+    divide by the size of the gradient (Adam, AdamW) undo most of the effect.
 
     The extra pass restores random state, BatchNorm statistics, metrics and logs. It runs in float32
     without autocast or loss scale. Under DDP each rank uses its own batch and signs, and one
@@ -135,8 +138,7 @@ class CurvaturePreconditioner(GradientCallback):
     ========================== =================================================================
 
     Args:
-        every_n_steps: Optimizer steps from one estimate to the next, at least 1. The first estimate
-            is at the first step.
+        every_n_steps: Optimizer steps between estimates, at least 1, from the first step on.
         beta: Decay of the average, in [0, 1).
         power: :math:`p`, in [0, 1]: 1 is a Newton step along each axis, 0.5 divides by the
             square root.

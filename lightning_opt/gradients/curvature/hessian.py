@@ -27,7 +27,7 @@ from lightning_opt.core.arguments import check_at_least
 
 Tensors: TypeAlias = Sequence[Tensor]
 Product: TypeAlias = Callable[[Tensors], list[Tensor]]
-"""Multiplies the Hessian with vectors that have the shapes of the parameters."""
+"""Multiplies the Hessian with vectors in the shapes of the parameters."""
 
 Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
 
@@ -53,7 +53,7 @@ class Eigenvalue(NamedTuple):
 
     Attributes:
         value: The eigenvalue; NaN if products are not finite.
-        residual: A true eigenvalue lies within this distance.
+        residual: Bound on the distance to a true eigenvalue.
         iterations: Number of products.
     """
 
@@ -71,7 +71,7 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
         vectors: One for each of ``params``, in its shape.
 
     Returns:
-        One tensor for each of ``params``, without a graph.
+        One tensor per parameter, without a graph.
 
     Raises:
         RuntimeError: By torch, if shapes differ, or the loss is not a real scalar.
@@ -97,7 +97,7 @@ def hessian_diagonal(
     Args:
         loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
-        n_samples: Random vectors, at least 1.
+        n_samples: Number of vectors, at least 1.
         generator: Generator of the random signs, on the device of ``params``.
 
     Returns:
@@ -128,7 +128,7 @@ def hessian_trace(
     Args:
         loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
-        n_samples: Random vectors, at least 1.
+        n_samples: Number of vectors, at least 1.
         generator: Generator of the random signs, on the device of ``params``.
 
     Returns:
@@ -159,7 +159,7 @@ def top_eigenvalue(
         params: Tensors that the loss depends on.
         max_iterations: Maximum number of products with the Hessian.
         tolerance: Stop at this relative residual.
-        generator: Generator of the random start, on the device of ``params``.
+        generator: Generator of the start vector, on the device of ``params``.
 
     Raises:
         ValueError: For ``max_iterations`` below 1 or ``tolerance`` below 0.
@@ -259,18 +259,18 @@ def largest_eigenvalue(
     )
     current = torch.cat(list(drawn))
     current /= torch.linalg.vector_norm(current, dtype=torch.float64)
-    before = torch.zeros_like(current)
-    length = current.new_zeros((), dtype=torch.float64)
+    previous = torch.zeros_like(current)
+    beta_on_device = current.new_zeros((), dtype=torch.float64)
     diagonal: list[float] = []
     off_diagonal: list[float] = [0.0]
     best = Eigenvalue(math.nan, math.inf, 0)
     for iteration in range(1, max_iterations + 1):
-        following = multiply(current).addcmul_(before, length, value=-1)
-        alpha_on_device = (following * current).sum(dtype=torch.float64)
-        following.addcmul_(current, alpha_on_device, value=-1)
-        length = torch.linalg.vector_norm(following, dtype=torch.float64)
+        residual = multiply(current).addcmul_(previous, beta_on_device, value=-1)
+        alpha_on_device = (residual * current).sum(dtype=torch.float64)
+        residual.addcmul_(current, alpha_on_device, value=-1)
+        beta_on_device = torch.linalg.vector_norm(residual, dtype=torch.float64)
         # The only wait of an iteration.
-        alpha, beta = torch.stack([alpha_on_device, length]).tolist()
+        alpha, beta = torch.stack([alpha_on_device, beta_on_device]).tolist()
         diagonal.append(alpha)
         if not math.isfinite(alpha) or not math.isfinite(beta):
             return Eigenvalue(math.nan, math.inf, iteration)
@@ -281,7 +281,7 @@ def largest_eigenvalue(
         exact = beta <= TINY * scale or iteration == len(current)
         if exact or best.residual <= tolerance * abs(value):
             return best
-        before, current = current, following / length
+        previous, current = current, residual / beta_on_device
         off_diagonal.append(beta)
     return best
 
@@ -309,7 +309,7 @@ def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
 def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
     """Raise if a function in the graph is marked ``once_differentiable``.
 
-    The node of its gradient has no successors: ``torch.autograd.grad`` would silently omit it.
+    ``torch.autograd.grad`` would silently omit it: its backward node has no successors.
     """
     waiting = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
     seen = set(waiting)

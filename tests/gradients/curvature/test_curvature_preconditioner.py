@@ -49,11 +49,11 @@ def flat(parts) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def manual_loop(world: int = 1, rows: float = 1.0, accumulate: int = 1) -> SmallNet:
-    """Train in float64, as ``world`` ranks that divide the rows of each batch."""
+def manual_loop(world: int = 1, fraction: float = 1.0, accumulate: int = 1) -> SmallNet:
+    """Train in float64; simulate ``world`` ranks that split each batch."""
     model = SmallNet(lr=LR).double()
     net, params = model.layer, list(model.parameters())
-    average, mass, step = torch.zeros(flat(params).numel(), dtype=torch.float64), 0.0, 0
+    average, weight_sum, step = torch.zeros(flat(params).numel(), dtype=torch.float64), 0.0, 0
     for number, (x, y) in enumerate(loader_of(12)):
         x, y = x.double(), y.double()
         mse_loss(net(x), y).div(accumulate).backward()
@@ -66,12 +66,12 @@ def manual_loop(world: int = 1, rows: float = 1.0, accumulate: int = 1) -> Small
                 generator = torch.Generator().manual_seed(seed)
                 z = flat([random_signs(p.float(), generator) for p in params]).double()
                 xs, ys = x[rank::world], y[rank::world]
-                count = int(len(xs) * rows)
+                count = int(len(xs) * fraction)
                 estimates.append(z * (hessian_of(net, xs[:count], ys[:count]) @ z))
             average = BETA * average + (1 - BETA) * torch.stack(estimates).mean(0)
-            mass = BETA * mass + (1 - BETA)
+            weight_sum = BETA * weight_sum + (1 - BETA)
         step += 1
-        divisor = (average / mass).abs() ** POWER + DAMPING
+        divisor = (average / weight_sum).abs() ** POWER + DAMPING
         update = (flat(p.grad for p in params) / divisor).clamp(-CLIP, CLIP)
         with torch.no_grad():
             for p, part in zip(params, update.split([p.numel() for p in params]), strict=True):
@@ -80,10 +80,12 @@ def manual_loop(world: int = 1, rows: float = 1.0, accumulate: int = 1) -> Small
     return model.float()
 
 
-@pytest.mark.parametrize(("rows", "accumulate"), [(1.0, 1), (0.5, 2)])
-def test_steps_match_a_manual_loop(rows, accumulate):
-    model = fit(SmallNet(lr=LR), preconditioner(fraction=rows), accumulate_grad_batches=accumulate)
-    assert_same_weights(model, manual_loop(rows=rows, accumulate=accumulate), atol=1e-5)
+@pytest.mark.parametrize(("fraction", "accumulate"), [(1.0, 1), (0.5, 2)])
+def test_steps_match_a_manual_loop(fraction, accumulate):
+    callback = preconditioner(fraction=fraction)
+    model = fit(SmallNet(lr=LR), callback, accumulate_grad_batches=accumulate)
+    expected = manual_loop(fraction=fraction, accumulate=accumulate)
+    assert_same_weights(model, expected, atol=1e-5)
 
 
 def train_on_ranks() -> Any:
@@ -197,12 +199,12 @@ def test_compiled_module_gives_the_same_steps():
 
 
 def test_operator_without_second_derivative_raises():
-    class Cut(SmallNet):
+    class OnceDifferentiableNet(SmallNet):
         def forward(self, x: Tensor) -> Tensor:
             return Once.apply(self.layer(x))  # type: ignore[no-any-return]
 
     with pytest.raises(RuntimeError, match=r"could not differentiate the loss twice.*once_differ"):
-        fit(Cut(), preconditioner())
+        fit(OnceDifferentiableNet(), preconditioner())
 
 
 def test_logged_values_match_the_average():
@@ -221,7 +223,7 @@ def test_logged_values_match_the_average():
     assert (row["steps"], row["estimates"]) == (12, 4)
 
 
-# --- the rule -----------------------------------------------------------------------------------
+# --- DiagonalPreconditioner ---------------------------------------------------------------------
 
 
 def test_loss_scale_does_not_change_the_result():
@@ -286,7 +288,7 @@ def test_sharded_parameters_raise_in_setup():
 
 
 def test_batch_that_cannot_be_split_is_used_whole():
-    class Odd(SmallNet):
+    class DictBatchNet(SmallNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch["rows"], batch_idx)
 
@@ -297,10 +299,10 @@ def test_batch_that_cannot_be_split_is_used_whole():
     loader = DataLoader(loader_of(4).dataset, batch_size=4, collate_fn=collate)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        quiet_trainer(callbacks=[preconditioner(fraction=0.5)]).fit(half := Odd(), loader)
+        quiet_trainer(callbacks=[preconditioner(fraction=0.5)]).fit(half := DictBatchNet(), loader)
     assert sum("uses whole batches" in str(warning.message) for warning in caught) == 1
-    quiet_trainer(callbacks=[preconditioner()]).fit(whole := Odd(), loader)
-    assert_same_weights(half, whole)
+    quiet_trainer(callbacks=[preconditioner()]).fit(full := DictBatchNet(), loader)
+    assert_same_weights(half, full)
 
 
 @pytest.mark.parametrize("fused", [False, True])
