@@ -179,7 +179,7 @@ class NonFiniteGuard(GradientCallback):
         self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Copy the buffers, and take a snapshot or check the weights. A checkpoint is loaded by now."""
+        """Back up the loaded buffers, and take a snapshot or check the weights."""
         self._reset_run(BufferBackup(pl_module))
         if self.escalation.policy == "rollback":
             self._respond(trainer, pl_module)
