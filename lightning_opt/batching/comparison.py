@@ -68,7 +68,7 @@ class _FixedDraws(TorchDispatchMode):
 
     The first step, on the whole batch, records torch's draws. In later steps, the n-th drawn tensor
     is overwritten with the part's rows of the n-th recorded tensor. A drawn permutation is replaced
-    by the reversed order, because a permutation of the whole batch has no rows for its parts.
+    by the reversed order: a permutation of the whole batch does not split into ones of its parts.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class _FixedDraws(TorchDispatchMode):
 
     def begin(self, start: int, samples: int) -> None:
         """Begin a step on ``samples`` samples, from index ``start`` of the whole batch on."""
-        self._records = self._samples == 0
+        self._is_recording = self._samples == 0
         self._samples = self._samples or samples  # set by the first step
         self._start, self._part_samples, self._draw_index = start, samples, 0
 
@@ -90,11 +90,11 @@ class _FixedDraws(TorchDispatchMode):
             return result
         if func is torch.ops.aten.randperm.default:
             return result.copy_(torch.arange(len(result)).flip(0))
-        # Draws with other limits, such as indices into a batch of another size, are kept.
+        # Draws with other numeric arguments, such as indices into a smaller batch, are kept.
         limits = [value for value in args if isinstance(value, (int, float))]
         if func is torch.ops.aten.multinomial.default:
             limits = [args[0].shape[-1]]
-        if self._records:
+        if self._is_recording:
             self._recorded.append((result.detach().clone(), limits))
         elif self._draw_index < len(self._recorded):
             recorded, recorded_limits = self._recorded[self._draw_index]
@@ -127,7 +127,7 @@ class Comparison:
         fails_on_parts: Whether the batch cannot be split, or ``training_step`` fails on its parts.
         ran_out: Whether memory ran out.
         error: Norm of the difference between the gradients, as a share of the gradient's norm.
-        parameters: Names of parameters that a step itself writes.
+        parameters: Names of parameters that ``training_step`` changes.
         state: Names of buffers and attributes that each step changes.
         logged: Names of logged values that are not the mean of the parts' values.
         sums: Names of logged values that are sums over samples.
@@ -161,33 +161,33 @@ class Comparison:
         return samples
 
     def compare(self, samples: int, number: int) -> None:
-        """Compare one part of at most ``samples`` samples. ``number`` selects the part."""
+        """Compare a subset of at most ``samples`` samples with its parts. ``number`` selects it."""
         self._written, self._fixed_draws = WrittenParameters(self._module), _FixedDraws()
         self.problem, self.ran_out = "", False
         try:
-            pieces = self._splitter.split(self._batch, -(-self.count_samples() // samples))
-            self._compare_piece(*pieces[number % len(pieces)])
+            subsets = self._splitter.split(self._batch, -(-self.count_samples() // samples))
+            self._compare_subset(*subsets[number % len(subsets)])
         except UnsplittableBatchError as error:
             self.problem, self.fails_on_parts = str(error), True
-        except Exception as error:  # noqa: BLE001 - an error of the batch is raised by its own run
+        except Exception as error:  # noqa: BLE001 - the real training step will raise it
             self.problem, self.ran_out = f"{type(error).__name__}: {error}", is_out_of_memory(error)
 
-    def _compare_piece(self, piece: Any, samples: int) -> None:
+    def _compare_subset(self, subset: Any, samples: int) -> None:
         with self._trial():
             try:
-                gradient, logged = self._step(piece, 0, samples)
+                gradient, logged = self._step(subset, 0, samples)
             except Exception as error:
-                if piece is self._batch or is_out_of_memory(error):
+                if subset is self._batch or is_out_of_memory(error):
                     raise
                 self._step(self._batch, 0, samples)  # raises if the whole batch fails too
                 raise _failure(samples, error) from error
             after_one_step = snapshot(self._module, Metric)
-            noise = float((self._step(piece, 0, samples)[0] - gradient).norm())
+            noise = float((self._step(subset, 0, samples)[0] - gradient).norm())
             after_two_steps = snapshot(self._module, Metric)
         norm = float(gradient.norm())
         if norm == 0.0:  # no loss, or samples without labels
             return
-        parts = self._splitter.split(piece, min(PARTS, samples))
+        parts = self._splitter.split(subset, min(PARTS, samples))
         shares = self._splitter.shares(parts)
         logged_in_parts = []
         with self._trial():
@@ -203,12 +203,12 @@ class Comparison:
         if not math.isfinite(difference):
             self.problem = (
                 "the gradient is not finite. If a part of a batch has no labelled tokens, divide "
-                "by their number.clamp(min=1)."
+                "by `count.clamp(min=1)`."
             )
         elif difference > TOLERANCE * norm and noise > difference / 10:
             self.problem = (
                 "the same samples give another gradient when training_step runs again, because of "
-                "state or of random numbers that are not torch's."
+                "state or random numbers from outside torch."
             )
         else:
             self.error = difference / norm
@@ -233,7 +233,7 @@ class Comparison:
                 raise _failure(samples, error) from error
             start += samples
 
-    def _step(self, piece: Any, start: int, samples: int) -> tuple[Tensor, dict[str, float]]:
+    def _step(self, batch: Any, start: int, samples: int) -> tuple[Tensor, dict[str, float]]:
         """Return the gradient as a vector, and the values that are logged as means."""
         logged: dict[str, float] = {}
 
@@ -245,7 +245,7 @@ class Comparison:
 
         self._fixed_draws.begin(start, samples)
         with replaced(self._module, log=log), self._fixed_draws:
-            loss = loss_of(self._trainer, self._module, copy.deepcopy(piece), self._batch_idx)
+            loss = loss_of(self._trainer, self._module, copy.deepcopy(batch), self._batch_idx)
             if loss is None:
                 return torch.zeros(1, device=self._module.device), {}
             for parameter in self._parameters:
@@ -287,7 +287,7 @@ def _failure(samples: int, error: Exception) -> Exception:
     # A step on a single sample may fail for other reasons than the split.
     kind = UnsplittableBatchError if samples > 1 else RuntimeError
     return kind(
-        f"training_step fails on a part of the batch, and not on a larger part: "
+        f"training_step fails on a part of the batch, but not on a larger part: "
         f"{type(error).__name__}: {error} Perhaps a tensor is padded to the longest "
-        f"sample of the whole batch, or its first dimension is not the batch. {ADVICE}"
+        f"sample of the whole batch, or its first dimension does not index samples. {ADVICE}"
     )

@@ -57,7 +57,7 @@ def loaders(kind: type, mode: Any = "max_size_cycle") -> CombinedLoader:
 
 
 @pytest.mark.parametrize(("kind", "size"), [(list, 4), (dict, "auto")])
-@pytest.mark.filterwarnings("ignore:MicroBatching runs a batch of several loaders whole")
+@pytest.mark.filterwarnings("ignore:MicroBatching does not split batches of several loaders")
 def test_batch_of_unequal_loaders_runs_whole(kind, size):
     nets = [Two(), Two()]
     quiet_trainer().fit(nets[0], loaders(kind))

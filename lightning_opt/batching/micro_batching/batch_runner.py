@@ -101,7 +101,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         # `training_step` may remove entries from the batch, and a retry needs them.
         original = self._batch = copy_containers(batch)
         self._samples: int | None = None
-        self._reading_error = ""
+        self._split_error = ""
         parts = self._first_parts()
         size = self._sizes if isinstance(self._sizes, int) else None
         if parts > 1 or size is None:
@@ -115,25 +115,25 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
         result: ClosureResult | None = None
         while result is None:
-            failed, problem = 0, ""
+            failed_samples, memory_error = 0, ""
             pieces: Pieces = [(batch, 0)]
             self._ranks.begin_attempt()
             try:
                 if parts > 1:
                     pieces = self._splitter.split(original, parts)
-                    failed = max(samples for _, samples in pieces)
+                    failed_samples = max(samples for _, samples in pieces)
                 result = self._attempt(pieces)
             except CAUGHT as error:
                 if not self._can_retry(error):
                     raise
-                problem = f"{type(error).__name__}: {error}"
+                memory_error = f"{type(error).__name__}: {error}"
             except OtherRankFailedError:
                 pass
             if result is None:
                 # Outside `except`: its traceback would hold the memory that must be freed.
                 pieces = []
-                self._roll_back(versions, problem)
-                parts = self._next_parts(failed, parts, problem)
+                self._roll_back(versions, memory_error)
+                parts = self._next_parts(failed_samples, parts, memory_error)
                 largest_part = self._describe_largest_part(parts)
                 batch = copy_containers(original)
         self._earlier_gradients = None
@@ -159,17 +159,17 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         if isinstance(self._sizes, LearnedSizes) and not self._sizes.shapes:
             return 1  # nothing was learned on any rank
         shape, elements = shape_of(self._batch)
-        known = self._sizes
-        size = known if isinstance(known, int) else known.size_for(shape, elements)
+        sizes = self._sizes
+        size = sizes if isinstance(sizes, int) else sizes.size_for(shape, elements)
         parts = 1 if size is None else -(-self._count_samples() // size)
         parts = self._ranks.agree_on_parts(parts, self._count_samples)
-        if isinstance(known, PlannedSizes):
+        if isinstance(sizes, PlannedSizes):
             samples = self._count_samples()
-            known.begin(self._trainer.global_step, shape, elements, samples, -(-samples // parts))
+            sizes.begin(self._trainer.global_step, shape, elements, samples, -(-samples // parts))
         return parts
 
     def _count_samples(self) -> int:
-        """Return the number of samples; 1 for a batch that has to run whole."""
+        """Return the number of samples; 1 for a batch that cannot be split."""
         if self._samples is None:
             try:
                 self._samples = self._splitter.count_samples(self._batch)
@@ -177,11 +177,11 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 several = has_several_loaders(self._trainer)
                 if not several and not isinstance(self._sizes, LearnedSizes):
                     raise
-                self._samples, self._reading_error = 1, str(error)
+                self._samples, self._split_error = 1, str(error)
                 if several:
                     rank_zero_warn(
-                        "MicroBatching runs a batch of several loaders whole if they have "
-                        "different numbers of samples."
+                        "MicroBatching does not split batches of several loaders if the "
+                        "loaders differ in the number of samples."
                     )
         return self._samples
 
@@ -191,43 +191,43 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             return None
         shape, elements = shape_of(self._batch)
         samples = -(-self._count_samples() // parts)
-        return None if self._reading_error else (pattern_of(shape), elements, samples)
+        return None if self._split_error else (pattern_of(shape), elements, samples)
 
-    def _next_parts(self, failed: int, parts: int, problem: str) -> int:
+    def _next_parts(self, failed_samples: int, parts: int, memory_error: str) -> int:
         """Record the failures of all ranks, and return the number of parts of the next attempt.
 
         Args:
-            failed: Samples of the largest micro-batch that failed; 0 for the whole batch.
+            failed_samples: Size of the largest micro-batch that failed; 0 for the whole batch.
             parts: The number of parts that failed.
-            problem: The allocator's message; empty if only another rank failed.
+            memory_error: The allocator's message; empty if only another rank failed.
 
         Raises:
             MemoryError: If a rank has no smaller micro-batch to try.
             UnsplittableBatchError: If the batch of this rank cannot be split.
         """
         assert isinstance(self._sizes, LearnedSizes)
-        failure_here: tuple[Any, ...] | None = None
+        own_failure: tuple[Any, ...] | None = None
         shape, elements = shape_of(self._batch)
         samples = self._count_samples()
-        if problem:
-            failed = failed or samples
-            final_error = self._reading_error
-            if not final_error and (parts >= samples or failed <= 1):
+        if memory_error:
+            failed_samples = failed_samples or samples
+            final_error = self._split_error
+            if not final_error and (parts >= samples or failed_samples <= 1):
                 final_error = (
-                    "Even one sample does not fit into memory: a micro-batch of one, from a batch "
-                    f"of {samples} ({shape or 'no tensors'}), ran out of it. Possible remedies: "
+                    "Even one sample does not fit into memory: it ran out for one sample of a "
+                    f"batch of {samples} ({shape or 'no tensors'}). Possible remedies: "
                     "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller "
-                    f"samples. The allocator's message: {problem}"
+                    f"samples. The allocator's message: {memory_error}"
                 )
-            failure_here = final_error, shape, elements, samples, failed
-        failures = [failure for failure in self._ranks.gather(failure_here) if failure is not None]
-        if self._reading_error and problem:
-            raise UnsplittableBatchError(self._reading_error)
+            own_failure = final_error, shape, elements, samples, failed_samples
+        failures = [failure for failure in self._ranks.gather(own_failure) if failure is not None]
+        if self._split_error and memory_error:
+            raise UnsplittableBatchError(self._split_error)
         for final_error, *failure in failures:
             if final_error:
                 raise MemoryError(final_error)
             self._sizes.record_failure(self._trainer.global_step, *failure)
-        if problem:
+        if memory_error:
             parts = max(parts + 1, -(-samples // self._sizes.shapes[shape]["size"]))
         return self._ranks.agree_on_parts(parts, self._count_samples)
 
@@ -249,7 +249,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         loops = package_of(strategy).loops
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            # Only the last part reduces gradients; under DDP with "auto", `last_backward` does.
+            # Only the last part reduces gradients, under DDP with "auto" in `last_backward`.
             no_reduction = not accumulating and (self._ranks.reduces or not is_last)
             with loops.utilities._block_parallel_sync_behavior(strategy, no_reduction):
                 loss, extra = self._forward(piece, number)
@@ -259,8 +259,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 if skipped and skipped != number + 1:
                     raise RuntimeError(
                         "training_step returned None for some micro-batches of a batch and a loss "
-                        "for others. Return a loss for all of them: multiplying the loss by 0 "
-                        "drops samples."
+                        "for others. Return a loss for all of them. To drop samples, multiply "
+                        "their loss by 0."
                     )
                 if loss is None:
                     continue
@@ -315,28 +315,28 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             return
         backward = self._module.backward
 
-        def complete(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self._has_called_before_backward, self._is_in_hook = True, False
             # The gradient must be complete before `on_after_backward`.
             run = partial(backward, loss, *args, **kwargs)
             self._ranks.last_backward(run, loss, accumulating)
             self._earlier_gradients = None  # the batch can no longer fail
             self._is_in_hook = True
-            muted.close()
+            stack.close()  # restores the callbacks
 
-        with ExitStack() as muted, replaced(self._module, backward=complete):
+        with ExitStack() as stack, replaced(self._module, backward=run_backward):
             if self._has_called_before_backward:  # in an earlier attempt
-                muted.enter_context(without_callbacks())
+                stack.enter_context(without_callbacks())
             self._is_in_hook = True
             self._backward_pass(loss)
         self._is_in_hook = False
 
-    def _roll_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
+    def _roll_back(self, versions: list[tuple[Tensor, int]], memory_error: str) -> None:
         """Restore the state before the attempt, free its memory and inform the other ranks."""
         assert self._state is not None
         if self._ranks.committed:
-            raise MemoryError(REDUCTION_ERROR + problem)
-        if problem:
+            raise MemoryError(REDUCTION_ERROR + memory_error)
+        if memory_error:
             self._ranks.report_failure()
         self._logs.clear()
         self._state.restore()
@@ -348,5 +348,5 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         if any(tensor._version != version for tensor, version in versions):
             raise CannotUndoError(
                 "training_step has changed tensors of its batch in place before it ran out of "
-                f"memory ({problem}), so the batch cannot be retried. Change a copy of them."
+                f"memory ({memory_error}), so the batch cannot be retried. Change a copy of them."
             )

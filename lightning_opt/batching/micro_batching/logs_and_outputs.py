@@ -70,7 +70,7 @@ class LogRecorder:
             sizes = [other["batch_size"] for other in arguments]
             if sizes == samples:
                 kwargs["batch_size"] = sum(samples)
-            elif set(sizes) not in ({1}, {sum(samples)}):  # counts of tokens, for example
+            elif set(sizes) not in ({1}, {sum(samples)}):  # such as numbers of tokens
                 kwargs["batch_size"], weights = sum(sizes), sizes
         if isinstance(values[0], tuple):
             metric: Metric = values[0][0]
@@ -132,28 +132,28 @@ def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], weights: Weigh
     """
     first = outputs[0]
     if isinstance(first, Mapping):
-        if all(isinstance(other, Mapping) and other.keys() == first.keys() for other in outputs):
+        if all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
             return {
-                key: merge_outputs([other[key] for other in outputs], samples, weights)
+                key: merge_outputs([output[key] for output in outputs], samples, weights)
                 for key in first
             }
     elif isinstance(first, Tensor):
-        return _merge_tensors([_detached(other) for other in outputs], samples, weights)
+        return _merge_tensors([_detached(output) for output in outputs], samples, weights)
     elif isinstance(first, float):
         return combine(outputs, weights)
     elif isinstance(first, (list, tuple)):
         if any(isinstance(item, (Tensor, Mapping)) for item in first):
-            if len({len(other) for other in outputs}) == 1:
+            if len({len(output) for output in outputs}) == 1:
                 merged = [
                     merge_outputs(entries, samples, weights)
                     for entries in zip(*outputs, strict=True)
                 ]
                 return type(first)(merged) if type(first) in (list, tuple) else merged
-        elif [len(other) for other in outputs] == list(samples):
-            return type(first)(item for other in outputs for item in other)
-    elif all(type(other) is type(first) and other == first for other in outputs):
+        elif [len(output) for output in outputs] == list(samples):
+            return type(first)(item for output in outputs for item in output)
+    elif all(type(output) is type(first) and output == first for output in outputs):
         return first
-    return [_detached(other) for other in outputs]
+    return [_detached(output) for output in outputs]
 
 
 def _merge_tensors(tensors: list[Any], samples: Sequence[int], weights: Weights) -> Any:

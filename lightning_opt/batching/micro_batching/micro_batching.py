@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
-from lightning_opt.batching.micro_batching.ranks import DDPRanks, HostRanks, Ranks
+from lightning_opt.batching.micro_batching.ranks import DDPRanks, GlooRanks, Ranks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
 from lightning_opt.batching.splitting import LOSSES, Splitter
 from lightning_opt.core.arguments import check_at_least
@@ -98,14 +98,14 @@ class MicroBatching(RunCallback):
         count: Callable[[Any], Any] | None = None,
     ) -> None:
         self.size = size if size == "auto" else check_at_least("size", size, 1)
-        self.runs_in_trials = size != "auto"  # a trial must see out-of-memory errors
+        self.runs_in_trials = size != "auto"  # a trial must receive out-of-memory errors
         self.regrow_every = check_at_least("regrow_every", regrow_every, 1)
         if loss not in LOSSES:
             raise ValueError(f"loss must be one of {LOSSES}, got {loss!r}.")
         if (loss == "mean_over_tokens") != (count is not None):
             raise ValueError(
                 f"loss='mean_over_tokens' needs count=..., a function of the batch such as "
-                f"`lambda batch: (batch['labels'] != -100).sum()`, and no other loss takes one; "
+                f"`lambda batch: (batch['labels'] != -100).sum()`, and other losses accept none; "
                 f"got loss={loss!r} and count={count!r}."
             )
         self._splitter = Splitter(split, loss, count)
@@ -172,7 +172,7 @@ class MicroBatching(RunCallback):
         if trainer.world_size == 1:
             return Ranks()
         if isinstance(strategy, ModelParallelStrategy):
-            return HostRanks(strategy._timeout)
+            return GlooRanks(strategy._timeout)
         assert isinstance(strategy, DDPStrategy)
         if not isinstance(model, DistributedDataParallel):
             return Ranks()  # under DiLoCo, which does not reduce gradients
@@ -237,7 +237,7 @@ def _check_strategy(strategy: pl.strategies.ParallelStrategy) -> None:
     if reason:
         raise ValueError(
             f"MicroBatching(size='auto') does not work with {reason}. Give a number, such as "
-            "MicroBatching(size=8), which all ranks follow."
+            "MicroBatching(size=8), equal on all ranks."
         )
 
 

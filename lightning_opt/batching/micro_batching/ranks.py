@@ -21,7 +21,7 @@ Backward = Callable[[], None]
 
 CPU = torch.device("cpu")
 
-MAX_PASSED = 256
+MAX_KNOWN = 256
 """Maximum number of micro-batches that are stored as known to fit."""
 
 CAUTIOUS_BATCHES = 200
@@ -29,13 +29,13 @@ CAUTIOUS_BATCHES = 200
 
 REDUCTION_ERROR = (
     "Out of memory on this rank while gradients were being reduced, although a batch as large had "
-    "passed before. The other ranks may be waiting in that reduction, so the batch is not retried: "
+    "fit before. The other ranks may be waiting in that reduction, so the batch is not retried: "
     "resume from the last checkpoint, with a smaller batch. The allocator's message: "
 )
 
 COLLECTIVE_ERROR = (
-    "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
-    "in a collective with it, so the batch cannot be retried and the run ends on all ranks: "
+    "Out of memory on a rank in the middle of a batch. With sharded parameters other ranks wait "
+    "for it in a collective, so the batch cannot be retried and the run ends on all ranks: "
     "resume from the last checkpoint, with MicroBatching(size=...) or a smaller batch. The "
     "allocator's message: "
 )
@@ -67,8 +67,8 @@ class Ranks:
         """
         if self._group is None:
             return parts
-        most_parts, negative_samples = self.largest(parts, -count_samples())
-        return min(most_parts, -negative_samples)
+        max_parts, negative_samples = self.largest(parts, -count_samples())
+        return min(max_parts, -negative_samples)
 
     def largest(self, *numbers: int) -> list[int]:
         """Return the maximum of each number over the ranks. Every rank must call this."""
@@ -105,7 +105,7 @@ class Ranks:
         pass
 
 
-class HostRanks(Ranks):
+class GlooRanks(Ranks):
     """The ranks of FSDP2. Forward passes contain collectives, so a batch cannot be rolled back.
 
     Args:
@@ -122,7 +122,7 @@ class HostRanks(Ranks):
             dist.destroy_process_group(self._group)
 
 
-class DDPRanks(HostRanks):
+class DDPRanks(GlooRanks):
     """The ranks of DDP, which roll a batch back together.
 
     Micro-batches run without communication until the last backward pass. Then one all-reduce over
@@ -137,13 +137,13 @@ class DDPRanks(HostRanks):
     def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
         super().__init__(timeout, dist.get_world_size(model.process_group))
         self._model = model
-        self._passed: deque[tuple[str, int, int]] = deque(maxlen=MAX_PASSED)
+        self._known_to_fit: deque[tuple[str, int, int]] = deque(maxlen=MAX_KNOWN)
         self._cautious_batches = 0
         self._may_run_out = False
 
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
-        (most_parts,) = self.largest(parts)
-        return parts if most_parts == parts else min(most_parts, max(parts, count_samples()))
+        (max_parts,) = self.largest(parts)
+        return parts if max_parts == parts else min(max_parts, max(parts, count_samples()))
 
     def gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * dist.get_world_size(self._group)
@@ -161,7 +161,8 @@ class DDPRanks(HostRanks):
         if largest_part is None:
             return False
         pattern, elements, samples = largest_part
-        return any(p == pattern and e >= elements and s >= samples for p, e, s in self._passed)
+        known = self._known_to_fit
+        return any(p == pattern and e >= elements and s >= samples for p, e, s in known)
 
     def begin_attempt(self) -> None:
         self._model.require_forward_param_sync = self._forward_param_sync
@@ -197,7 +198,7 @@ class DDPRanks(HostRanks):
         """
         any_failed, any_may_run_out = self.largest(failed, self._may_run_out)
         if any_failed:
-            self._passed.clear()
+            self._known_to_fit.clear()
             self._cautious_batches = CAUTIOUS_BATCHES
         if any_failed and not failed:
             raise OtherRankFailedError
@@ -205,7 +206,7 @@ class DDPRanks(HostRanks):
 
     def record_success(self, largest_part: tuple[str, int, int] | None) -> None:
         if largest_part is not None and not self._is_known_to_fit(largest_part):
-            self._passed.append(largest_part)
+            self._known_to_fit.append(largest_part)
 
 
 @contextmanager
@@ -214,7 +215,7 @@ def _explain_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            "Another rank exited or did not reach this synchronization point of micro-batches "
+            "Another rank exited or did not reach this synchronization point of MicroBatching "
             "within the strategy's timeout. That rank's own error gives the reason. A collective "
             f"within your training_step can also block it. ({error})"
         ) from error

@@ -36,7 +36,7 @@ class ShapeSize(TypedDict):
     Attributes:
         size: Samples per micro-batch.
         elements: Elements per sample.
-        failed: The most samples that did not fit; 0 for planned sizes.
+        failed: Largest size that did not fit; 0 for planned sizes.
     """
 
     size: int
@@ -45,7 +45,7 @@ class ShapeSize(TypedDict):
 
 
 class LearnedSizes:
-    """One size per sample shape: halved after out-of-memory, doubled after a while.
+    """One size per sample shape: halved after an out-of-memory error, doubled later.
 
     A size also applies to shapes with more elements per sample, but not to smaller shapes: one long
     sequence does not shrink the micro-batches of short sequences. All sizes double together, so
@@ -59,7 +59,7 @@ class LearnedSizes:
     """
 
     def __init__(self, regrow_every: int) -> None:
-        self._regrow_every = self._wait = regrow_every
+        self._regrow_every = self._interval = regrow_every  # batches until sizes grow
         self._batches = 0  # since the last change
         self._last_change_was_growth = False
         self.shapes: dict[str, ShapeSize] = {}
@@ -76,10 +76,10 @@ class LearnedSizes:
 
     def record_success(self, step: int) -> None:
         self._batches += 1
-        if not self.shapes or self._batches < self._wait:
+        if not self.shapes or self._batches < self._interval:
             return
         if self._last_change_was_growth:  # the last growth did not fail
-            self._wait = self._regrow_every
+            self._interval = self._regrow_every
         self._batches, self._last_change_was_growth = 0, True
         for shape, entry in list(self.shapes.items()):
             entry["size"] *= 2
@@ -93,12 +93,12 @@ class LearnedSizes:
         """Halve the size of a shape."""
         entry = self.shapes.get(shape)
         if self._last_change_was_growth and entry is not None:
-            self._wait = min(2 * self._wait, MAX_WAIT_FACTOR * self._regrow_every)
+            self._interval = min(2 * self._interval, MAX_WAIT_FACTOR * self._regrow_every)
             self._last_change_was_growth = False
         self._batches = 0
-        most = max(failed, entry["failed"] if entry is not None else 0)
+        max_failed = max(failed, entry["failed"] if entry is not None else 0)
         size = -(-failed // 2)
-        _store(self.shapes, shape, ShapeSize(size=size, elements=elements, failed=most))
+        _store(self.shapes, shape, ShapeSize(size=size, elements=elements, failed=max_failed))
         self.retries += 1
         self.record_event(step, "split", samples, size)
 
@@ -111,7 +111,7 @@ class LearnedSizes:
     def state_dict(self) -> dict[str, Any]:
         return {
             "shapes": {shape: dict(entry) for shape, entry in self.shapes.items()},
-            "wait": self._wait,
+            "wait": self._interval,
             "age": self._batches,
             "grown": self._last_change_was_growth,
             "retries": self.retries,
@@ -120,7 +120,7 @@ class LearnedSizes:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.shapes = {shape: entry.copy() for shape, entry in state_dict["shapes"].items()}
-        self._wait, self._last_change_was_growth = state_dict["wait"], state_dict["grown"]
+        self._interval, self._last_change_was_growth = state_dict["wait"], state_dict["grown"]
         self._batches, self.retries = state_dict["age"], state_dict["retries"]
         self.events = [dict(event) for event in state_dict["events"]]
 
@@ -138,8 +138,8 @@ class MeasuredPeak(NamedTuple):
     def largest_size(self, elements: int) -> int:
         """Return the largest size to try next, for samples with this many elements.
 
-        The memory of a sample is assumed to grow with the square of its length. A sample shorter
-        than the measured sample is assumed to need as much memory.
+        The memory of a sample is assumed to grow with the square of its length. A shorter sample
+        than the measured one is assumed to need the same memory.
         """
         factor = max(1.0, elements / self.elements) ** 2 if self.elements else 1.0
         per_sample = (self.peak - self.baseline) / self.size * factor
@@ -174,17 +174,17 @@ class PlannedSizes:
             return max(1, measured.largest_size(elements))
         similar = [m for m in self._measured.values() if m.pattern == pattern_of(shape)]
         entry = self._sizes.shapes.get(shape)
-        passed_size = entry["size"] if entry is not None else 0
-        return max(1, max((m.largest_size(elements) for m in similar), default=passed_size))
+        stored_size = entry["size"] if entry is not None else 0
+        return max(1, max((m.largest_size(elements) for m in similar), default=stored_size))
 
     def begin(self, step: int, shape: str, elements: int, samples: int, size: int) -> None:
-        """Start to measure a batch if its peak is unknown or out of date."""
+        """Start measuring a batch if its peak is unknown or out of date."""
         self._batches += 1
         measured = self._measured.get(shape)
         last_size, last_batch = (measured.size, measured.batch) if measured is not None else (0, 0)
-        outdated = size > last_size or self._batches - last_batch >= self._every
+        is_due = size > last_size or self._batches - last_batch >= self._every
         # Before the first update of the optimizer, peaks do not include its state.
-        self._measures = step > self._first_step and outdated
+        self._measures = step > self._first_step and is_due
         self._current = shape, elements, samples, size
         if self._measures:
             self._meter.start()

@@ -1,4 +1,4 @@
-"""Micro-batches against whole batches, in one process."""
+"""Compares micro-batches with whole batches, in one process."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ UNCHECKED = "ignore:MicroBatching. it was not possible to check"
 
 CLOSE = {"rtol": 0.0, "atol": 1e-6}
 
-# Lightning infers a number of samples from the length of a name, also without the callback.
+# Lightning takes the length of a string in the batch for `batch_size`, with any callback.
 pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 
 
@@ -32,7 +32,7 @@ def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
     assert hooks.losses == pytest.approx(other_hooks.losses, rel=rounding, abs=rounding)
     assert hooks.norms == pytest.approx(other_hooks.norms, rel=rounding, abs=rounding)
     torch.testing.assert_close(hooks.outputs, other_hooks.outputs, **close)
-    # The callback's own keys are logged at some steps only.
+    # Only some steps log the callback's own keys.
     records = [
         (step, {k: v for k, v in metrics.items() if not k.startswith("micro_batching/")})
         for step, metrics in logger.records
@@ -48,14 +48,14 @@ def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("size", [1, 7, 16])
-def test_run_equals_the_whole_batch(size, accumulate):
+def test_run_equals_training_on_whole_batches(size, accumulate):
     expected = train(accumulate_grad_batches=accumulate)
     assert_same_run(train(lo.MicroBatching(size), accumulate_grad_batches=accumulate), expected)
 
 
 @pytest.mark.parametrize(("precision", "rounding"), [("32-true", 1e-6), ("bf16-mixed", 5e-3)])
-def test_weights_equal_the_whole_batch_after_fifty_steps(precision, rounding):
-    # bf16 has 8 bits: a micro-batch rounds its sums elsewhere than the whole.
+def test_weights_equal_whole_batches_after_fifty_steps(precision, rounding):
+    # bf16 has 8 bits, and sums over micro-batches are rounded differently.
     settings = {"max_epochs": 10, "gradient_clip_val": 0.5, "precision": precision}
     expected = train(**settings)
     assert sum(call == "step" for call in expected[1].called) == 50
@@ -71,15 +71,15 @@ def run_in_float16(init_scale: float, *callbacks: Callback) -> tuple[Net, Hooks,
     return net, hooks, scale.scaler.get_scale()
 
 
-def test_weights_equal_the_whole_batch_with_a_loss_scale_in_float16():
+def test_weights_equal_whole_batches_with_a_loss_scale_in_float16():
     net, hooks, scale = run_in_float16(2.0**10, lo.MicroBatching(3))
     other, other_hooks, other_scale = run_in_float16(2.0**10)
-    # float16 has 11 bits: a micro-batch rounds its sums elsewhere than the whole.
+    # float16 has 11 bits, and sums over micro-batches are rounded differently.
     assert_same_weights(net.layers, other.layers, rtol=0.0, atol=1e-3)
     assert hooks.called == other_hooks.called
     assert scale == other_scale == 2.0**12  # ten updates, none skipped
 
-    # A part overflows at a larger scale than the whole, and then the whole update is skipped.
+    # A part overflows at a larger scale than the whole batch; the whole update is then skipped.
     net, hooks, scale = run_in_float16(2.0**24, lo.MicroBatching(3))
     assert other_scale < scale < 2.0**24
     assert hooks.called == other_hooks.called
@@ -99,7 +99,7 @@ def test_gradients_are_zeroed_at_each_evaluation_of_the_closure(size, fits):
     assert_same_run(train(lo.MicroBatching(size), net=Sharp(fits)), expected)
 
 
-def halve(batch: Any, parts: int) -> list[Any]:
+def split_graph(batch: Any, parts: int) -> list[Any]:
     rows = torch.arange(len(batch.rows)).tensor_split(parts)
     return [(Graph(batch.rows[own]), len(own)) for own in rows]
 
@@ -131,7 +131,7 @@ class GraphNet(LightningModule):
 def test_user_function_splits_batches():
     nets = [GraphNet() for _ in range(2)]
     quiet_trainer().fit(nets[0])
-    quiet_trainer(callbacks=[lo.MicroBatching(3, split=halve)]).fit(nets[1])
+    quiet_trainer(callbacks=[lo.MicroBatching(3, split=split_graph)]).fit(nets[1])
     assert_same_weights(nets[1], nets[0], **CLOSE)
     with pytest.raises(lo.UnsplittableBatchError, match="split="):
         quiet_trainer(callbacks=[lo.MicroBatching(3)]).fit(GraphNet())
@@ -141,7 +141,7 @@ def test_user_function_splits_batches():
         )
 
 
-def test_mixture_of_losses_and_none_raises():
+def test_none_for_some_micro_batches_raises():
     class Sometimes(Net):
         def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
@@ -168,7 +168,7 @@ def test_batch_may_be_skipped_within_a_window(size):
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_check_has_no_side_effects(monkeypatch, random):
+def test_split_check_has_no_side_effects(monkeypatch, random):
     class Drops(Net):
         def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
@@ -198,7 +198,7 @@ def test_check_has_no_side_effects(monkeypatch, random):
         ("backward", 1, 3),
     ],
 )
-def test_run_with_rollbacks_equals_the_whole_batch(where, fits, accumulate):
+def test_run_with_rollbacks_equals_training_on_whole_batches(where, fits, accumulate):
     settings = {"accumulate_grad_batches": accumulate}
     net = Net(fits, where)
     run = train(lo.MicroBatching("auto"), net=net, **settings)
@@ -275,13 +275,13 @@ class ChangesWeights(Net):
 @pytest.mark.parametrize(
     ("kind", "error"), [(ChangesBatch, "in place"), (ChangesWeights, "changed parameters")]
 )
-def test_changes_in_place_raise_instead_of_a_retry(kind, error):
+def test_in_place_changes_raise_instead_of_a_retry(kind, error):
     with pytest.raises(RuntimeError, match=error):
         train(lo.MicroBatching(), net=kind(fits=4))
 
 
 def test_entries_added_by_training_step_stay_in_the_batch():
-    class Puts(Net):
+    class AddsEntry(Net):
         def training_step(self, batch, batch_idx):
             batch["note"] = batch_idx
             return super().training_step(batch, batch_idx)
@@ -289,7 +289,7 @@ def test_entries_added_by_training_step_stay_in_the_batch():
         def on_train_batch_end(self, outputs, batch, batch_idx):
             assert batch["note"] == batch_idx
 
-    train(lo.MicroBatching(), net=Puts())
+    train(lo.MicroBatching(), net=AddsEntry())
 
 
 @pytest.mark.filterwarnings(UNCHECKED)
@@ -304,12 +304,12 @@ def test_unsplittable_batch_trains_while_it_fits():
 
 
 def test_size_grows_back():
-    class Crowded(Net):
+    class GainsMemory(Net):
         def on_train_batch_start(self, batch, batch_idx):
             self.fits = 4 if self.global_step < 10 else 10**9
 
     micro = lo.MicroBatching(regrow_every=5)
-    net, *_ = train(micro, net=Crowded(), samples=640, max_epochs=1)
+    net, *_ = train(micro, net=GainsMemory(), samples=640, max_epochs=1)
     assert_same_weights(net.layers, train(samples=640, max_epochs=1)[0].layers, **CLOSE)
     events = [(event["step"], event["kind"], event["size"]) for event in micro.events]
     assert events == [
@@ -369,7 +369,7 @@ def test_learned_sizes_are_logged_reported_and_resumed(tmp_path):
         weights_only=True,
     )
     assert second.events == first.events
-    assert [event["size"] for event in second.events] == [8, 4]  # all before the resume
+    assert [event["size"] for event in second.events] == [8, 4]  # none after the resume
 
 
 # --- errors -----------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def grown(sizes: LearnedSizes, batches: int) -> list[int]:
     return found
 
 
-def test_failed_growth_doubles_the_wait():
+def test_failed_growth_doubles_the_interval():
     sizes = LearnedSizes(5)
     shrink(sizes, "a", 10, 64)
     shrink(sizes, "a", 10, 32)
