@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import lightning_opt as lo
-from tests.gradients.clipping.test_distributed import ShardedNet, Whole
+from tests.gradients.clipping.test_distributed import FullTensors, ShardedNet
 from tests.helpers.models import assert_same_weights, batches_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
@@ -35,7 +35,7 @@ def fit(shard: str, *callbacks: Callback, leave_out: int | None = None) -> dict[
     strategy: Any = ModelParallelStrategy(1, 2) if shard else "auto"
     data: Dataset[Any] = batches_of(BATCHES)
     rows = [row for row in range(4 * BATCHES) if row // 4 != leave_out]
-    final = Whole()
+    final = FullTensors()
     trainer = quiet_trainer(
         strategy=strategy,
         devices=2 if shard else 1,

@@ -33,7 +33,7 @@ class Clip:
 
     Attributes:
         clipped: Share that was clipped: 0 or 1 for a rule on the total norm, else a share of
-            tensors or units. None stands for 1 if the coefficient is below 1, else for 0.
+            tensors or units. None means 1 if the coefficient is below 1, else 0.
         threshold: The threshold on the total norm; None for rules without one.
         coefficient: The factor on the gradients, the smallest if there are several; None for rules
             that do not multiply.
@@ -132,7 +132,7 @@ class FixedNorm(NormRule):
 
 
 class MeanStd(NormRule):
-    """Mean plus ``k`` standard deviations of the last ``window`` norms.
+    """Clips above the mean plus ``k`` standard deviations of the last ``window`` norms.
 
     A norm is compared with earlier norms, so a spike does not raise its own threshold. With the raw
     history a spike raises the next thresholds: the last of ten spikes in a row is hardly clipped,
@@ -215,9 +215,9 @@ class ZClip(NormRule):
     Args:
         alpha: Share of the old mean and variance that is kept at each step, in [0, 1).
         z: The z-score above which a norm is clipped, above 0.
-        warmup: Norms that give the first mean and variance, at least 2. Until then only
+        warmup: Number of norms for the first mean and variance, at least 2. Until then only
             ``max_norm`` clips.
-        max_norm: An additional fixed threshold; None for none. The paper uses 1.0.
+        max_norm: An additional fixed threshold, or None. The paper uses 1.0.
 
     References:
         Kumar, Owen, Roy Chowdhury and Güra (2025), *ZClip: Adaptive Spike Mitigation for LLM
@@ -238,10 +238,10 @@ class ZClip(NormRule):
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Return the threshold for this norm, and add the clipped norm to the averages.
 
-        With ``away = min(norm, threshold) - mean`` and the coefficients of :meth:`_weights`::
+        With ``deviation = min(norm, threshold) - mean`` and the coefficients of :meth:`_weights`::
 
-            mean     += weight * away
-            variance  = keep * variance + gain * away**2
+            mean     += weight * deviation
+            variance  = keep * variance + gain * deviation**2
         """
         if isinstance(norm, Tensor):
             return self._limit_on_device(norm, state)
@@ -251,10 +251,10 @@ class ZClip(NormRule):
         if score > self.z and count >= self.warmup:
             threshold = mean + self.z * std * self.z / score
         keep, weight, gain = self._weights(count)
-        away = min(norm, threshold) - mean
-        new_var = keep * var + gain * (away * away)
+        deviation = min(norm, threshold) - mean
+        new_var = keep * var + gain * (deviation * deviation)
         if norm > 0.0 and new_var < math.inf:  # the square of 1e155 overflows
-            state["moments"] = [mean + weight * away, new_var, count + 1.0]
+            state["moments"] = [mean + weight * deviation, new_var, count + 1.0]
         return threshold if self.max_norm is None else min(threshold, self.max_norm)
 
     def _weights(self, count: float) -> tuple[float, float, float]:
@@ -264,39 +264,39 @@ class ZClip(NormRule):
         exponential averages.
         """
         weight = 1.0 / (count + 1) if count < self.warmup else 1.0 - self.alpha
-        square = weight * (1.0 - weight)
-        return 1.0 - weight, weight, square if count < self.warmup else square * (1.0 - weight)
+        gain = weight * (1.0 - weight)
+        return 1.0 - weight, weight, gain if count < self.warmup else gain * (1.0 - weight)
 
     def _limit_on_device(self, norm: Tensor, state: State) -> Tensor:
-        """Compute :meth:`limit` by ``moments = keep * moments + gain * away ** [1, 2, 0]``."""
+        """Compute :meth:`limit` on the device. Row ``count`` of a table has its coefficients."""
         cache = state.get("device")
         if cache is None or cache.device != norm.device:
             table = []
             for count in range(self.warmup + 1):
                 keep, weight, gain = self._weights(count)
-                warm = count < self.warmup
-                bound = math.inf if warm else self.z
-                table.append([1.0, keep, 1.0, weight, gain, float(warm), bound])
+                warming_up = count < self.warmup
+                bound = math.inf if warming_up else self.z
+                table.append([1.0, keep, 1.0, weight, gain, float(warming_up), bound])
             cache = DeviceCache(norm.device, table=table, powers=[1.0, 2.0, 0.0])
             state["device"], state["moments"] = cache, constant(state["moments"], norm.device)
             state["moments"][2].clamp_(max=self.warmup)
         before = state["moments"]
-        weights = cache.tensors["table"].index_select(0, before[2:].long())[0]
+        row = cache.tensors["table"].index_select(0, before[2:].long())[0]
         mean, std = before[0], before[1].sqrt()
         score = (norm - mean) / (std + 1e-6)
         threshold = torch.addcdiv(mean, std, score, value=self.z * self.z)
-        threshold = threshold.masked_fill_(score <= weights[6], math.inf)
+        threshold = threshold.masked_fill_(score <= row[6], math.inf)
         powers = (norm.minimum(threshold) - mean).pow(cache.tensors["powers"])
-        after = torch.addcmul(before * weights[:3], weights[3:6], powers)
+        after = torch.addcmul(before * row[:3], row[3:6], powers)
         valid = after[1] < norm * math.inf  # False for a norm of 0 and a square that overflows
         state["moments"] = torch.where(valid, after, before)
         return threshold if self.max_norm is None else threshold.clamp(max=self.max_norm)
 
 
 class Robust(LogBand, NormRule):
-    """The default: clip above the usual range of the norms, in the logarithm.
+    """The default: clips norms above the usual range of their logarithm.
 
-    The formula is that of :class:`~lightning_opt.core.numerics.statistics.LogBand`. Ten spikes in a
+    Uses the formula of :class:`~lightning_opt.core.numerics.statistics.LogBand`. Ten spikes in a
     row do not raise the threshold. If ``patience`` steps in a row are clipped, the norm has changed
     for good (a new phase of training, another learning rate), and the range moves to the new level.
     A diverging run is therefore no longer clipped after 25 steps: add a guard. At the start of a

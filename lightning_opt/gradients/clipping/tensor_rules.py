@@ -30,8 +30,8 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MAX_STACKED_ELEMENTS = 2**20
 """On a GPU, tensors of the same shape with at most this many elements are stacked.
 
-One kernel then measures the units of all of them. A larger tensor keeps the GPU busy alone, and
-stacking would copy it.
+One kernel then measures the units of all of them. A larger tensor keeps the GPU busy by itself,
+so stacking would only cost a copy.
 """
 
 
@@ -58,7 +58,7 @@ class FixedValue(ClippingRule):
         if not pairs:
             return Clip(0.0)
         tensors = [tensor for tensor, whole in pairs if whole is tensor]
-        summands = [(tensor, whole) for tensor, whole in pairs if whole is not tensor]
+        partial_pairs = [(tensor, whole) for tensor, whole in pairs if whole is not tensor]
         device = pairs[0][0].device
         norms = torch._foreach_norm([whole for _, whole in pairs], math.inf)
         largest = torch.stack([move(norm, device) for norm in norms])
@@ -72,7 +72,7 @@ class FixedValue(ClippingRule):
                 high = move(limit, group_device).to(dtype)
                 torch._foreach_clamp_max_(group, [high] * len(group))
                 torch._foreach_clamp_min_(group, [-high] * len(group))
-            for tensor, whole in summands:
+            for tensor, whole in partial_pairs:
                 tensor.mul_((limit / whole.abs()).clamp_(max=1.0))
         return Clip(over.mean(dtype=wide_dtype(device)))
 
@@ -128,13 +128,13 @@ class PerParameter(ClippingRule):
         known = [state["averages"].get(name, math.inf) for name in names]
         average = stack_scalars(known).to(norms.device)
         finite = total < math.inf
-        warm = torch.as_tensor(state["count"] < self.warmup, device=norms.device)
-        limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
+        warming_up = torch.as_tensor(state["count"] < self.warmup, device=norms.device)
+        limit = torch.where(warming_up, norms * (self.warmup_norm / total), self.factor * average)
         over = (norms > limit) & finite
         coefficient = (limit / norms).masked_fill_(over.logical_not(), 1.0)
         clipped_norms = norms * coefficient
         next_average = average.lerp(clipped_norms, 1.0 - self.decay)
-        starting = warm | (average == math.inf)
+        starting = warming_up | (average == math.inf)
         updated = torch.where(starting, torch.minimum(average, clipped_norms), next_average)
         average = torch.where(finite & (clipped_norms > 0), updated, average)
         state["averages"].update(zip(names, average.unbind(), strict=True))
@@ -219,28 +219,28 @@ class UnitWise(ClippingRule):
             if not finite:
                 return Clip(0.0)
             size = step.norms.total * step.grad_scale
-            if size > 1e18:  # its squares may overflow float32; a float norm is on a CPU
+            if size > 1e18:  # squares may overflow float32 on a CPU
                 step.gradients.scale_(1e18 / size)
         excluded = self._excluded(step)
-        found = step.gradients
+        collected = step.gradients
         chosen = [
             (gradient, whole, _local_real(parameter), *self._unit(parameter))
             for parameter, gradient, whole in zip(
-                found.parameters, found.tensors, found.summed(), strict=True
+                collected.parameters, collected.tensors, collected.summed(), strict=True
             )
             # A sparse gradient holds only some rows, so its shape differs.
             if parameter not in excluded and gradient.shape == _local_real(parameter).shape
         ]
         if not chosen:
             return Clip(0.0)
-        gradients, wholes, values, dims, groups = map(list, zip(*chosen, strict=True))
-        weights = _combine_over_ranks(_unit_norms(values, dims), groups)
+        gradients, wholes, weights, dims, groups = map(list, zip(*chosen, strict=True))
+        weight_norms = _combine_over_ranks(_unit_norms(weights, dims), groups)
         gradient_norms = _combine_over_ranks(_unit_norms(wholes, dims), groups)
 
         device = finite.device if isinstance(finite, Tensor) else gradients[0].device
         norm, weight = (
             torch.cat([move(n, device).flatten() for n in norms])
-            for norms in (gradient_norms, weights)
+            for norms in (gradient_norms, weight_norms)
         )
         if not norm.numel():
             return Clip(0.0)  # this rank holds no part of these parameters
@@ -253,8 +253,8 @@ class UnitWise(ClippingRule):
         coefficient = (limit / norm).masked_fill_(over.logical_not(), 1.0)
         parts = coefficient.split([part.numel() for part in gradient_norms])
         factors = [
-            move(part, gradient.device).view_as(shape)
-            for part, gradient, shape in zip(parts, gradients, gradient_norms, strict=True)
+            move(part, gradient.device).view_as(like)
+            for part, gradient, like in zip(parts, gradients, gradient_norms, strict=True)
         ]
         torch._foreach_mul_(gradients, factors)
         return Clip(over.mean(dtype=wide_dtype(device)), coefficient=coefficient.min())
@@ -307,8 +307,8 @@ def _unit_norms(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]]) -> l
             norms[indices[0]] = torch.linalg.vector_norm(first, 2, unit_dims, True, dtype=dtype)
             continue
         stacked = torch.stack([tensors[index] for index in indices])
-        inner = tuple(dim + 1 for dim in unit_dims)
-        measured = torch.linalg.vector_norm(stacked, 2, inner, True, dtype=dtype)
+        shifted = tuple(dim + 1 for dim in unit_dims)
+        measured = torch.linalg.vector_norm(stacked, 2, shifted, True, dtype=dtype)
         for index, norm in zip(indices, measured.unbind(), strict=True):
             norms[index] = norm
     return norms

@@ -44,7 +44,7 @@ RULES: dict[str, Callable[[], lo.ClippingRule]] = {
 }
 
 Run: TypeAlias = dict[str, Any]
-"""``logged`` values by key, ``weights``, and the callback's ``state``."""
+"""``logged`` values by key, ``weights``, callback ``state`` and ``clipped_norms``."""
 
 
 PLANS: dict[str, dict[str, ParallelStyle]] = {
@@ -62,7 +62,7 @@ PLANS: dict[str, dict[str, ParallelStyle]] = {
 
 
 class ShardedNet(SmallNet):
-    """Rows of 4, 3 and 1 over two ranks: even, uneven and empty shards.
+    """Layers of 4, 3 and 1 rows: even, uneven and empty shards on two ranks.
 
     Args:
         shard: Which layers are sharded: ``"all"``, ``"part"``, one of :data:`PLANS`, or none.
@@ -96,7 +96,7 @@ class ShardedNet(SmallNet):
         return super().step(batch)
 
 
-class Whole(Callback):
+class FullTensors(Callback):
     """Gathers full gradients and weights; ``norms`` are after clipping."""
 
     def __init__(self) -> None:
@@ -104,28 +104,29 @@ class Whole(Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
-        flat = [whole(gradient).double().flatten() for gradient in gradients]
+        flat = [full_tensor(gradient).double().flatten() for gradient in gradients]
         self.norms.append(torch.cat(flat).norm().item())
 
     def on_train_end(self, trainer, pl_module):
         with FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False):
             self.weights = {
-                name.replace("_fsdp_wrapped_module.", ""): whole(parameter.detach()).clone()
+                name.replace("_fsdp_wrapped_module.", ""): full_tensor(parameter.detach()).clone()
                 for name, parameter in pl_module.named_parameters()
             }
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model: SmallNet, rule: lo.ClippingRule, strategy: str | Strategy = "auto") -> Run:
-    logger, clipping, left = MemoryLogger(), lo.AdaptiveClipping(rule, every_n_steps=1), Whole()
+    logger, clipping = MemoryLogger(), lo.AdaptiveClipping(rule, every_n_steps=1)
+    full = FullTensors()
     trainer = quiet_trainer(
         strategy=strategy,
         devices=1 if strategy == "auto" else 2,
         logger=logger,
-        callbacks=[clipping, left],
+        callbacks=[clipping, full],
         limit_val_batches=0,
     )
     trainer.fit(model, loader_of(STEPS))
@@ -135,13 +136,13 @@ def train(model: SmallNet, rule: lo.ClippingRule, strategy: str | Strategy = "au
             for key in dict.fromkeys(key for _, metrics in logger.records for key in metrics)
             if key.startswith("clip/")
         },
-        "weights": left.weights,
+        "weights": full.weights,
         "state": clipping.state_dict(),
-        "left": left.norms,
+        "clipped_norms": full.norms,
     }
 
 
-def check(ranks: list[Run], expected: Run, *, local: tuple[str, ...] = ()) -> None:
+def assert_equal_runs(ranks: list[Run], expected: Run, *, local: tuple[str, ...] = ()) -> None:
     """Compare with a single process, and the ranks with each other.
 
     Args:
@@ -178,7 +179,7 @@ def ddp() -> list[dict[str, Run]]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_ddp_equals_one_process(rule, ddp, single):
-    check([runs[rule] for runs in ddp], single[rule])
+    assert_equal_runs([runs[rule] for runs in ddp], single[rule])
     assert str(ddp[0][rule]["state"]) == str(ddp[1][rule]["state"])
 
 
@@ -202,11 +203,12 @@ def fsdp2() -> list[dict[str, Run]]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_fsdp2_equals_one_process(rule, fsdp2, single):
-    # Shares of elements and of units are of this rank's shards.
+    # These values cover only this rank's shards.
     local = ("clip/fraction", "clip/coefficient") if rule in ("fixed_value", "unit_wise") else ()
-    check([runs[rule] for runs in fsdp2], single[rule], local=local)
+    assert_equal_runs([runs[rule] for runs in fsdp2], single[rule], local=local)
     for runs in fsdp2:
-        assert runs[rule]["left"] == pytest.approx(single[rule]["left"], rel=1e-5)
+        norms = single[rule]["clipped_norms"]
+        assert runs[rule]["clipped_norms"] == pytest.approx(norms, rel=1e-5)
 
 
 def run_mixed() -> dict[str, Run]:
@@ -231,20 +233,20 @@ def mixed() -> list[dict[str, dict[str, Run]]]:
 @pytest.mark.parametrize("shard", ["part", *PLANS])
 def test_mixed_plain_and_sharded_parameters_equal_one_process(shard, rule, mixed, single):
     local = ("clip/fraction", "clip/coefficient") if rule in ("fixed_value", "unit_wise") else ()
-    check([runs[shard][rule] for runs in mixed], single[rule], local=local)
+    assert_equal_runs([runs[shard][rule] for runs in mixed], single[rule], local=local)
 
 
 def measure_meshes() -> tuple[list[float], float]:
-    """Parameters on three meshes: one of two ranks, one more of them, one of two dimensions."""
+    """Measure parameters on two equal 1-D meshes and one 2-D mesh."""
     torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
     meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
-    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh_2d = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     placed = [
         (meshes[0], [Shard(0)]),
         (meshes[1], [Shard(1)]),
         (meshes[0], [Replicate()]),
-        (square, [Replicate(), Shard(0)]),
-        (square, [Shard(0), Shard(0)]),
+        (mesh_2d, [Replicate(), Shard(0)]),
+        (mesh_2d, [Shard(0), Shard(0)]),
     ]
     parameters = []
     for seed, (mesh, placements) in enumerate(placed):
@@ -254,18 +256,18 @@ def measure_meshes() -> tuple[list[float], float]:
         parameters.append(parameter)
     plain = nn.Parameter(torch.ones(2))
     plain.grad = torch.full((2,), 10.0)
-    pending = nn.Parameter(distribute_tensor(torch.ones(2), meshes[0], [Replicate()]))
-    pending.grad = DTensor.from_local(torch.full((2,), 5.0), meshes[0], [Partial()])
-    gradients = collect_gradients([*parameters, plain, pending])
+    partial = nn.Parameter(distribute_tensor(torch.ones(2), meshes[0], [Replicate()]))
+    partial.grad = DTensor.from_local(torch.full((2,), 5.0), meshes[0], [Partial()])
+    gradients = collect_gradients([*parameters, plain, partial])
     norms = measure_norms(gradients)
-    assert torch.equal(pending.grad.to_local(), torch.full((2,), 5.0))
-    pending.grad = DTensor.from_local(torch.ones(2), meshes[0], [Partial("max")])
+    assert torch.equal(partial.grad.to_local(), torch.full((2,), 5.0))
+    partial.grad = DTensor.from_local(torch.ones(2), meshes[0], [Partial("max")])
     with pytest.raises(RuntimeError, match=r"only Partial\('sum'\) can be measured"):
-        collect_gradients([pending])
+        collect_gradients([partial])
     return norms.per_tensor, norms.total
 
 
-def test_norms_of_parameters_on_several_meshes():
+def test_norms_are_exact_for_parameters_on_several_meshes():
     expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
     expected += [math.sqrt(200), math.sqrt(200)]
     for per_tensor, total in launch(measure_meshes):
@@ -306,17 +308,17 @@ def test_fsdp1_equals_one_process(rule, use_orig_params, units, fsdp1, single):
     key = f"{rule}-{use_orig_params}-{units}"
     runs = [runs[key] for runs in fsdp1]
     if rule == "per_parameter" and not use_orig_params:
-        # A flat parameter is several tensors in one; up to the third step only the total counts.
+        # A flat parameter joins several tensors, so norms agree only until the warm-up ends.
         for run in runs:
             expected = single[rule]["logged"]["clip/norm"][:3]
             torch.testing.assert_close(run["logged"]["clip/norm"][:3], expected, rtol=1e-5, atol=0)
         assert str(runs[0]["logged"]) == str(runs[1]["logged"])
         return
-    check(runs, single[rule], local=("clip/fraction",) if rule == "fixed_value" else ())
+    assert_equal_runs(runs, single[rule], local=("clip/fraction",) if rule == "fixed_value" else ())
 
 
 def measure_no_shard() -> tuple[float, list[float], int]:
-    """One unit that is sharded and one that is not, by hand, since Lightning has one setting."""
+    """Wrap a sharded and an unsharded unit. Lightning has one setting for all units."""
     torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
     model = SmallNet(widths=(3,)).layer
     strategies = torch.distributed.fsdp.ShardingStrategy
@@ -332,7 +334,7 @@ def measure_no_shard() -> tuple[float, list[float], int]:
 
 
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")
-def test_unsharded_units_of_fsdp1_are_not_summed():
+def test_unsharded_fsdp1_units_are_not_summed_over_ranks():
     plain = SmallNet(widths=(3,)).layer
     inputs, targets = next(iter(loader_of(1)))
     nn.functional.mse_loss(plain(inputs), targets).backward()
