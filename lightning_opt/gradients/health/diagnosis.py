@@ -19,17 +19,17 @@ from lightning_opt.gradients.health.layer_stats import NO_GRADIENT, LayerStats
 CRITICAL, WARNING = "critical", "warning"
 
 ADVICE = {
-    "nan": "GradientHealth(activations=True) names the module that made the first NaN. Look there "
+    "nan": "GradientHealth(activations=True) names the source module of the first NaN. Look there "
     "for log, sqrt, division or acos at the edge of their domain; NonFiniteGuard skips such steps.",
-    "inf": "Look for exp, division by small numbers, or a too large learning rate; under 16-mixed, "
+    "inf": "Look for exp, division by small numbers, or too high a learning rate; under 16-mixed, "
     "use bf16-mixed. NonFiniteGuard skips such steps.",
     "exploding": "Add AdaptiveClipping(), lower the learning rate or lengthen its warm-up; check "
-    "initialisation and normalisation of the layer named, and that the loss is a mean, not a sum.",
+    "initialisation and normalisation of the named layer, and that the loss is a mean, not a sum.",
     "vanishing": "Replace sigmoid or tanh by ReLU, GELU or SiLU, add residual connections or "
     "normalisation, and initialise for the activation in use (He, Xavier).",
     "dead": "No gradient reaches this layer. Its ReLU may never fire (lower the learning rate, "
     "use LeakyReLU or GELU, re-initialise), or its output is detached or multiplied by zero.",
-    "bottleneck": "Look at what lies between the two layers, and at the input of this one: a "
+    "bottleneck": "Check the operations between the two layers, and this one's input: a "
     "saturated activation, a small constant factor, a normalisation with a large denominator. A "
     "residual connection helps.",
     "stale": "Nothing in the loss depends on it: does forward() skip it, is it detached, or is it "
@@ -41,9 +41,9 @@ REPORTS_NEEDED = {"vanishing": 2, "dead": 3, "bottleneck": 2, "stale": 2}
 """Reports in a row before a finding becomes an issue; 1 for other types."""
 
 OVERFLOW_STREAK = 20
-"""Non-finite steps in a row at which they stop counting as overflows of the loss scaler.
+"""This many non-finite steps in a row no longer count as overflows of the loss scaler.
 
-The scaler halves its scale at each overflow. After 20 halvings its usual first scale is below 1.
+The scaler halves its scale at each overflow. After 20 halvings its default scale is below 1.
 """
 
 BOTTLENECK = 100.0
@@ -52,7 +52,7 @@ BOTTLENECK = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A fault, its place and what to do about it.
+    """A fault, its place and advice.
 
     Attributes:
         type: ``nan``, ``inf``, ``exploding``, ``vanishing``, ``dead``, ``bottleneck`` or ``stale``.
@@ -90,8 +90,8 @@ class Evidence:
         layers: The layers' statistics, in the order in which the model registers them.
         totals: Step number and total norm of each step since the last report.
         overflows: Whether the non-finite norms are overflows of the loss scaler.
-        early: Median of the total norm in the first report; None in the first report.
-        typical: Median of these medians over all earlier reports; None in the first report.
+        early: Median total norm of the first report; None in the first report.
+        typical: Median of all earlier reports' median total norms; None in the first report.
     """
 
     layers: list[LayerStats]
@@ -133,16 +133,16 @@ def _find_nonfinite(evidence: Evidence) -> list[Issue]:
         return []
     start = bad[0][0]
     layers = [layer for layer in evidence.layers if layer.trained]
-    hit = [layer for layer in layers if any(p.first == start for p in layer.parameters)]
-    nan = math.isnan(bad[0][1]) or any(p.nan for layer in hit for p in layer.parameters)
+    affected = [layer for layer in layers if any(p.first == start for p in layer.parameters)]
+    nan = math.isnan(bad[0][1]) or any(p.nan for layer in affected for p in layer.parameters)
     kind = "nan" if nan else "inf"
     steps = f"step {start}" if len(bad) == 1 else f"{len(bad)} steps from step {start}"
-    if not hit or len(hit) == len(layers):
+    if not affected or len(affected) == len(layers):
         detail = f"every gradient was {kind.upper()} at {steps}, so the loss itself was not finite"
         return [Issue(kind, CRITICAL, "all layers", detail)]
     # The backward pass reaches the last of these layers first.
-    place = hit[-1].name
-    detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
+    place = affected[-1].name
+    detail = f"{kind.upper()} gradients in {len(affected)} of {len(layers)} layers at {steps}"
     return [Issue(kind, CRITICAL, place, detail)]
 
 
@@ -152,14 +152,14 @@ def _find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
     if not finite or not layers:
         return []
     median = statistics.median(finite)
-    known = [value for value in (evidence.early, evidence.typical) if value]
-    growth = median / max(known) if known else 1.0
+    earlier = [value for value in (evidence.early, evidence.typical) if value]
+    growth = median / max(earlier) if earlier else 1.0
     if median <= limit and growth <= limit:
         return []
     worst = max(layers, key=lambda layer: layer.norm)
     detail = f"total norm {median:.3g}"
     if growth >= 2:
-        detail += f", {growth:.3g} times what it was"
+        detail += f", {growth:.3g} times its earlier level"
     large = median > limit and (growth >= 10 or median > 1000 * limit)
     critical = large or growth > 100 * limit
     return [Issue("exploding", CRITICAL if critical else WARNING, worst.name, detail)]
@@ -176,7 +176,7 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
         typical, early = evidence.typical, evidence.early
         if typical is None or not early or typical < 0.1 * early:
             return []
-        detail = f"the largest gradient RMS of any layer is {largest:.3g}, since the start"
+        detail = f"the largest gradient RMS of any layer is {largest:.3g}, small since the start"
         return [Issue("vanishing", WARNING, "all layers", detail)]
     small = {name: flow for name, flow in flows.items() if flow < min(limit, 1e-3 * largest)}
     strongest = max(flows, key=flows.__getitem__)
@@ -219,7 +219,7 @@ def _find_bottleneck(evidence: Evidence) -> list[Issue]:
         before = statistics.median(flow for _, flow in flows[max(i - 3, 0) : i])
         after = statistics.median(flow for _, flow in flows[i : i + 3])
         if drop > BOTTLENECK and after / before > BOTTLENECK:
-            detail = f"gradients are {drop:.3g} times smaller here than in {flows[i][0]} after it"
+            detail = f"gradients are {drop:.3g} times smaller than in the next layer, {flows[i][0]}"
             found.append(Issue("bottleneck", WARNING, flows[i - 1][0], detail, drop))
     return found
 
@@ -253,7 +253,7 @@ class Persistence:
     def _key(self, finding: Issue) -> str:
         if finding.type in ("nan", "inf"):
             return "nonfinite"
-        # A finding that needs several reports must stay at its place. "exploding" may move.
+        # A finding that needs several reports must stay in one layer; "exploding" may move.
         lasting = finding.type in REPORTS_NEEDED
         return f"{finding.type}|{finding.place}" if lasting else finding.type
 

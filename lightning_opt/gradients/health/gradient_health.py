@@ -39,7 +39,7 @@ class HealthSummary(NamedTuple):
 
 
 def layer_rows(layers: Sequence[LayerStats], issues: Sequence[Issue]) -> list[dict[str, Any]]:
-    """Return one row per layer. Layers with an issue come first, the worst issue's first."""
+    """Return one row per layer, the layers of the worst issue first."""
     affected = [place for issue in issues for place in (issue.place, *issue.others)]
     rank = {place: number for number, place in reversed(list(enumerate(affected)))}
     rows = []
@@ -61,11 +61,11 @@ def layer_rows(layers: Sequence[LayerStats], issues: Sequence[Issue]) -> list[di
 
 
 class GradientHealth(GradientCallback):
-    """Watches gradients, and reports what is wrong, where, and what to do about it.
+    """Watches gradients, and reports issues with their layer and advice.
 
     Norms are measured at every step, stay on the device, and are shared with clipping. A report
     measures more, and reads everything to the host at once. Measurements are compared with the
-    run's own history and with the other layers. Most issues must be found in several reports. Put
+    run's own history and with the other layers. Most issues are raised after several reports. Put
     this callback before callbacks that change gradients, so that it measures the original ones.
 
     ================== ========================================================================
@@ -73,10 +73,10 @@ class GradientHealth(GradientCallback):
     ================== ========================================================================
     ``nan``, ``inf``   gradients of a step were not finite; overflows that a loss scaler skips
                        are only counted, and become an issue after 20 in a row
-    ``exploding``      median of the total norm above ``exploding``, or that many times its
-                       earlier level; critical if it grew tenfold or is 1,000 times
+    ``exploding``      median of the total norm above ``exploding``, or grown by this factor
+                       since earlier reports; critical if it grew tenfold or is 1,000 times
                        ``exploding``
-    ``vanishing``      RMS of a layer below ``vanishing`` and a thousandth of the largest layer's
+    ``vanishing``      RMS of a layer below ``vanishing`` and below 1/1000 of the largest RMS
     ``dead``           all gradients of a layer exactly zero for three reports
     ``bottleneck``     RMS drops more than 100-fold from one layer to the next
     ``stale``          a trainable parameter gets no gradient
@@ -87,7 +87,7 @@ class GradientHealth(GradientCallback):
     ======================== ==================================================================
     ``health/norm``          median of the total norm since the last report
     ``health/peak_norm``     maximum of the total norm since the last report
-    ``health/noise``         median over layers of the norm's deviation over steps, per mean
+    ``health/noise``         median over layers of the norm's deviation over steps / mean
     ``health/update``        median over layers of the update-to-weight ratio
     ``health/zeros``         share of gradient elements that are exactly zero
     ``health/smallest_rms``  smallest RMS of any layer
@@ -116,7 +116,7 @@ class GradientHealth(GradientCallback):
         >>> health = lo.GradientHealth(every_n_steps=100)
         >>> trainer = L.Trainer(callbacks=[health, lo.AdaptiveClipping()], logger=False)
         >>> print(health.summary())
-        healthy: nothing was found yet; no report in 0 steps
+        healthy: no report yet, after 0 steps
 
     References:
         Schneider, Dangel and Hennig (2021), *Cockpit: A Practical Debugging Tool for the Training
@@ -172,21 +172,23 @@ class GradientHealth(GradientCallback):
         self._activations.end_batch()
         due = [index for index, record in self._records.items() if record.pending is not None]
         if due:
-            extra = self._activations.take(scaled=loss_scale(trainer) is not None)
+            activation_issues = self._activations.take(scaled=loss_scale(trainer) is not None)
             for index in due:
-                self._complete(trainer, index, extra)
+                self._complete(trainer, index, activation_issues)
                 prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
                 scalars = self._records[index].scalars()
                 log_scalars(trainer, {prefix + key: value for key, value in scalars.items()})
 
-    def _complete(self, trainer: pl.Trainer, index: int, extra: tuple[Issue, ...] = ()) -> None:
+    def _complete(
+        self, trainer: pl.Trainer, index: int, activation_issues: tuple[Issue, ...] = ()
+    ) -> None:
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
         held = set(parameters_of(trainer.optimizers[index]))
         parameters = {
             name: parameter for parameter, name in self.names.items() if parameter in held
         }
-        record.complete(parameters, scaled=loss_scale(trainer) is not None, extra=extra)
+        record.complete(parameters, scaled=loss_scale(trainer) is not None, extra=activation_issues)
         for issue in record.issues:
             if (issue.type, issue.severity) not in known and trainer.is_global_zero:
                 level = logging.WARNING if issue.severity == CRITICAL else logging.INFO
@@ -203,10 +205,10 @@ class GradientHealth(GradientCallback):
             sentence = f"{worst.type} at {worst.where}: {worst.detail}{rest}"
             return HealthSummary(worst.severity, sentence)
         if nonfinite:
-            sentence = f"no issue now, but {nonfinite} of {steps} steps had gradients of NaN or Inf"
+            sentence = f"no issue now, but {nonfinite} of {steps} steps had non-finite gradients"
             return HealthSummary("warning", sentence)
         if not any(record.reported_step for record in records):
-            return HealthSummary("healthy", f"nothing was found yet; no report in {steps} steps")
+            return HealthSummary("healthy", f"no report yet, after {steps} steps")
         return HealthSummary("healthy", f"no issue in {steps} steps")
 
     @property
@@ -249,7 +251,7 @@ class GradientHealth(GradientCallback):
         rows = layer_rows(self.layers, self.issues)
         notes = [f"{issue} -> {issue.advice}" for issue in self.issues]
         if top is not None and len(rows) > top:
-            notes.append(f"The worst {top} of {len(rows)}; report(top=None) has all.")
+            notes.append(f"The worst {top} of {len(rows)} layers; report(top=None) shows all.")
         return Report(f"Gradient health: {self.summary()}", rows[:top], notes)
 
     def series(self) -> dict[str, list[list[float]]]:

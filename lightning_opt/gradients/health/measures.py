@@ -30,8 +30,8 @@ from lightning_opt.core.numerics.norms import GradientStep, as_real
 from lightning_opt.core.numerics.scalars import wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 
-SAMPLE = 8192
-"""Least number of weights per tensor in the sample for an update; smaller tensors use all."""
+MIN_SAMPLE = 8192
+"""Approximate minimum of sampled weights per tensor; smaller tensors are compared in full."""
 
 
 class NormWindow:
@@ -88,8 +88,8 @@ def measure_gradients(step: GradientStep) -> Tensor:
     All ranks must call this: one sum and one maximum per process group combine the shards.
 
     Returns:
-        A table on the device with one column per gradient: largest finite magnitude (without the
-        loss scale); non-zero elements; elements; and number of ranks with a gradient.
+        A table on the device with one column per gradient: largest magnitude (without the loss
+        scale, 0 if not finite); non-zero elements; elements; and number of ranks with a gradient.
     """
     gradients = step.gradients
     if not gradients.tensors:
@@ -138,7 +138,7 @@ class UpdateProbe:
 
     @torch.no_grad()
     def compare(self) -> Tensor:
-        """Return the sums of squares of updates and of weights before them, shape ``(2, n)``.
+        """Return the squared norms of updates and of earlier weights, shape ``(2, n)``.
 
         All ranks must call this.
         """
@@ -147,15 +147,15 @@ class UpdateProbe:
         after = [_sample(parameter) for parameter in self._parameters]
         update = [new - old for new, old in zip(after, self._before, strict=True)]
         norms = [torch.linalg.vector_norm(part) for part in (*update, *self._before)]
-        home = norms[0].device
-        squares = torch.stack([norm.to(home, wide_dtype(home)) for norm in norms]).square()
+        device = norms[0].device
+        squares = torch.stack([norm.to(device, wide_dtype(device)) for norm in norms]).square()
         squares = squares.view(2, len(update))
         return combine_shards(squares, self._groups) if self._groups else squares
 
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = as_real(local_part(parameter.detach())).reshape(-1)
-    stride = max(flat.numel() // SAMPLE, 1)
+    stride = max(flat.numel() // MIN_SAMPLE, 1)
     while math.gcd(stride, flat.numel()) > 1:  # a common factor would skip some of the columns
         stride += 1
     return flat[::stride].to(torch.promote_types(flat.dtype, torch.float32))
@@ -174,7 +174,7 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
 
 
 class ActivationWatch:
-    """Finds the first output of a leaf module that is not finite.
+    """Finds the first non-finite output of a leaf module.
 
     Each module output costs one reduction. Only :meth:`take` reads results. Compiled models are not
     watched. Functional calls cannot be watched.
@@ -224,7 +224,7 @@ class ActivationWatch:
         values = torch.stack(magnitudes)
         bad = values.isfinite().logical_not()
         first = bad.to(torch.int8).argmax()[None]
-        is_nan = values.index_select(0, first).isnan()  # `values[first]` would read it
+        is_nan = values.index_select(0, first).isnan()  # `values[first]` would wait
         found = torch.cat([bad.any()[None], first, is_nan])
         self._batches.append((*self._batch, names, found))
 
