@@ -53,7 +53,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 NAMES = [f"layer.{place}.{kind}" for place in (0, 2, 4, 6) for kind in ("weight", "bias")]
 
 
-def _assert_equals_simulation(settings: dict[str, Any], names: Any, nan_at: Any) -> None:
+def _train_and_compare(settings: dict[str, Any], names: Any, nan_at: Any) -> None:
     class PlantNaN(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             if nan_at == (trainer.global_step, trainer.global_rank):
@@ -70,14 +70,14 @@ def _assert_equals_simulation(settings: dict[str, Any], names: Any, nan_at: Any)
 
 
 def _simulations() -> None:
-    _assert_equals_simulation(WINDOW, None, None)
-    _assert_equals_simulation({"sync_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}, None, None)
+    _train_and_compare(WINDOW, None, None)
+    _train_and_compare({"sync_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}, None, None)
     streaming = {**WINDOW, "sync_every": 6, "fragments": 3}
     # A parameter belongs to the third of the 111 elements that contains its middle.
     names = [NAMES[:1], NAMES[1:3], NAMES[3:]]
-    _assert_equals_simulation({**streaming, "delay": 0}, names, None)
-    _assert_equals_simulation({**streaming, "delay": 3}, names, None)
-    _assert_equals_simulation(WINDOW, None, (9, 1))
+    _train_and_compare({**streaming, "delay": 0}, names, None)
+    _train_and_compare({**streaming, "delay": 3}, names, None)
+    _train_and_compare(WINDOW, None, (9, 1))
 
 
 @pytest.mark.parametrize("processes", [2, 3])
