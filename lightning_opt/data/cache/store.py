@@ -40,7 +40,7 @@ MAX_EVICTIONS = 4
 
 _lock = threading.RLock()
 _environments: dict[Path, lmdb.Environment] = {}
-"""The open environments of this process. LMDB allows one per file, and none in a fork."""
+"""The open environments of this process. LMDB allows one per file, and none inherited by a fork."""
 
 
 def _close_before_fork() -> None:

@@ -41,9 +41,9 @@ class CompileModel(RunCallback):
 
     If compiling a call or its backward graph fails, the call is rolled back (random numbers,
     buffers, attributes) and repeated uncompiled, and the region moves on to the next mode of the
-    list below. The reason is logged once; no batch is lost or trained twice. If the uncompiled run
-    raises as well, the error is the model's own and is raised unchanged. Out-of-memory errors are
-    raised. An error that compiled code raises in a backward pass ends the run, because that step
+    list below. One warning gives the reason; no batch is lost or trained twice. If the uncompiled
+    run raises as well, the error is the model's own and is raised unchanged, as are out-of-memory
+    errors. An error that compiled code raises in a backward pass ends the run, because that step
     cannot be rolled back.
 
     ================================ ============================================================
