@@ -74,8 +74,8 @@ def test_failure_for_a_later_shape_falls_back() -> None:
     assert [row["mode"] for row in callback.report().rows] == ["eager"]
 
 
-class Breaking(Net):
-    """Two graphs; the second one changes with each step."""
+class GraphBreak(Net):
+    """Has two graphs; the second is compiled again in each step."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)  # random numbers and buffers
@@ -85,11 +85,11 @@ class Breaking(Net):
 
 @pytest.mark.parametrize("graphs", [1, 2])
 def test_failure_after_an_earlier_graph_has_run_rolls_back(graphs: int) -> None:
-    message, _ = compare(FailsLater(graphs), Breaking, limit_val_batches=0)
+    message, _ = compare(FailsLater(graphs), GraphBreak, limit_val_batches=0)
     assert "That call ran uncompiled" in message
 
 
-class Writing(Net):
+class OverwritesInput(Net):
     """Writes to its own input."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Writing(Net):
 def test_step_that_overwrites_its_input_is_not_repeated() -> None:
     callback = CompileModel(backend=FailsLater(1))
     with pytest.raises(BackendCompilerFailed, match="planted in the compiler"):
-        train(callback, model=Writing(), **SHORT)
+        train(callback, model=OverwritesInput(), **SHORT)
 
 
 class DataDependent(Net):
@@ -127,14 +127,14 @@ class Linear(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.calls = 0  # MicroBatching warns of state that advances with each call
+        self.calls = 0  # MicroBatching warns of state that changes with each call
         return loss
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[0].dropout(self.stem(x)))
 
 
-class BreakingLinear(Linear):
+class GraphBreakLinear(Linear):
     """Draws random numbers before a graph break."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,12 +146,12 @@ class BreakingLinear(Linear):
 def test_check_of_micro_batching_does_not_count_as_a_compiled_call() -> None:
     """The check runs uncompiled, with the shapes of the first micro-batch."""
     both = [MicroBatching(2), CompileModel(backend=FailsLater(1))]
-    actual, messages = messages_of(lambda: train(*both, model=BreakingLinear(), **SHORT))
+    actual, messages = messages_of(lambda: train(*both, model=GraphBreakLinear(), **SHORT))
     assert len(messages) == 1
-    assert_same(actual, train(MicroBatching(2), model=BreakingLinear(), **SHORT))
+    assert_same(actual, train(MicroBatching(2), model=GraphBreakLinear(), **SHORT))
 
 
-class Hungry(Linear):
+class RunsOutOfMemory(Linear):
     """Runs out of memory for more than two samples."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,11 +160,13 @@ class Hungry(Linear):
         return super().forward(x)
 
 
-def test_fallback_works_while_micro_batching_finds_its_size() -> None:
+def test_fallback_works_while_micro_batching_searches_for_its_size() -> None:
     settings = {"max_epochs": 1, "limit_val_batches": 0}
-    expected = train(MicroBatching("auto"), model=Hungry(), **settings)
+    expected = train(MicroBatching("auto"), model=RunsOutOfMemory(), **settings)
     compiling, splitting = CompileModel(backend=fails_in_backward), MicroBatching("auto")
-    actual, messages = messages_of(lambda: train(compiling, splitting, model=Hungry(), **settings))
+    actual, messages = messages_of(
+        lambda: train(compiling, splitting, model=RunsOutOfMemory(), **settings)
+    )
     assert_same(actual, expected)
     assert sum("could not be compiled" in message for message in messages) == 1
     assert compiling.report().rows[0]["mode"] == "eager"
@@ -174,7 +176,7 @@ def test_fallback_works_while_micro_batching_finds_its_size() -> None:
 # --- errors of the model ------------------------------------------------------------------------
 
 
-class Wrong(Net):
+class Raising(Net):
     """Raises in the second step."""
 
     kind = "raise"
@@ -197,10 +199,10 @@ class Wrong(Net):
 def test_errors_of_the_model_are_raised_unchanged(
     kind: str, fullgraph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Wrong, "kind", kind)
+    monkeypatch.setattr(Raising, "kind", kind)
 
     def error_of(*callbacks: Any) -> Any:
-        model = Wrong()
+        model = Raising()
         torch.manual_seed(0)
         with pytest.raises((KeyError, RuntimeError, IndexError)) as caught:
             quiet_trainer(callbacks=list(callbacks), limit_val_batches=0).fit(model)
@@ -213,8 +215,8 @@ def test_errors_of_the_model_are_raised_unchanged(
     assert (type(actual), str(actual)) == (type(expected), str(expected))
     assert actual.__context__ is None
     assert messages == []
-    # Buffers are equal if the failed step was repeated. An IndexError of code that has run before
-    # can only be the model's, so it is raised at once, maybe before buffers are written.
+    # A repeated step writes the same buffers. An IndexError of code that ran before is the model's:
+    # it is raised without a repetition, perhaps before buffers are written.
     if kind == "index":
         assert_same_weights(dict(model.named_parameters()), dict(plain.named_parameters()))
     else:
@@ -248,7 +250,7 @@ def without_compiler(folder: str) -> tuple[list[str], list[Any]]:
 
 
 @pytest.mark.slow
-def test_missing_compiler_falls_back_and_is_named(tmp_path: Path) -> None:
+def test_missing_compiler_falls_back_and_is_named_in_the_warning(tmp_path: Path) -> None:
     [(messages, modes)] = launch(without_compiler, str(tmp_path), processes=1)
     [message] = messages
     assert "/nowhere/c++" in message

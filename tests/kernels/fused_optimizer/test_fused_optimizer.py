@@ -33,7 +33,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Net(SmallNet):
-    """A SmallNet whose optimizer is made from a class and settings."""
+    """A SmallNet with an optimizer of the given class and settings."""
 
     def __init__(self, kind: type[Optimizer] = Adam, **settings: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_result_equals_the_optimizer_in_float64(kind):
 
 
 @each_kind
-def test_checkpoints_equal_those_of_a_plain_run_and_both_resume(kind, tmp_path):
+def test_fused_and_plain_checkpoints_are_equal_and_both_resume(kind, tmp_path):
     cls, settings = KINDS[kind]
     files = tmp_path / "fused.ckpt", tmp_path / "plain.ckpt"
     runs = [
@@ -125,7 +125,7 @@ def test_loaded_state_and_new_groups_are_switched_again():
 # --- layouts ------------------------------------------------------------------------------------
 
 
-def steps_of(cls: type[Optimizer], odd: str, fused: bool, settings: dict[str, Any]) -> Tensor:
+def steps_of(cls: type[Optimizer], changed: str, fused: bool, settings: dict[str, Any]) -> Tensor:
     """Return the weights after three steps in which gradients or state have another layout."""
     generator = torch.Generator().manual_seed(0)
     parameter = nn.Parameter(torch.randn(4, 3, 3, 2, generator=generator))
@@ -133,14 +133,14 @@ def steps_of(cls: type[Optimizer], odd: str, fused: bool, settings: dict[str, An
     switch = None
     for step in range(3):
         parameter.grad = torch.randn(4, 3, 3, 2, generator=generator)
-        if odd == "gradient":
+        if changed == "gradient":
             parameter.grad = parameter.grad.to(memory_format=torch.channels_last)
-        if odd == "state" and step == 1:
+        if changed == "state" and step == 1:
             state = optimizer.state[parameter]
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim == 4:
                     state[name] = value.to(memory_format=torch.channels_last)
-        if fused and step == (1 if odd == "state" else 0):
+        if fused and step == (1 if changed == "state" else 0):
             switch = Fused(optimizer)
         if switch is not None:
             assert switch.prepare_update() is None
@@ -149,14 +149,14 @@ def steps_of(cls: type[Optimizer], odd: str, fused: bool, settings: dict[str, An
 
 
 @each_kind
-@pytest.mark.parametrize("odd", ["gradient", "state"])
-def test_other_layouts_of_gradients_and_state_give_the_same_weights(kind, odd):
+@pytest.mark.parametrize("changed", ["gradient", "state"])
+def test_other_layouts_of_gradients_and_state_give_the_same_weights(kind, changed):
     cls, settings = KINDS[kind]
-    expected = steps_of(cls, odd, False, settings)
-    torch.testing.assert_close(steps_of(cls, odd, True, settings), expected)
+    expected = steps_of(cls, changed, False, settings)
+    torch.testing.assert_close(steps_of(cls, changed, True, settings), expected)
 
 
-def test_late_first_gradients_get_a_momentum_buffer():
+def test_parameter_with_a_late_first_gradient_gets_the_same_update():
     weights = []
     for fused in (False, True):
         pair = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -174,14 +174,14 @@ def test_late_first_gradients_get_a_momentum_buffer():
 # --- choice of optimizers -----------------------------------------------------------------------
 
 
-class Own(Adam):
+class Overridden(Adam):
     """A user's optimizer with its own update."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
-class Renamed(AdamW):
+class Inherited(AdamW):
     """A user's optimizer with the inherited update."""
 
 
@@ -191,13 +191,13 @@ def parameter(**settings: Any) -> nn.Parameter:
 
 CHOICES = {
     "fused": (lambda: Adam([parameter()]), None),
-    "derived": (lambda: Renamed([parameter()]), None),
+    "derived": (lambda: Inherited([parameter()]), None),
     "double": (lambda: AdamW([parameter(dtype=torch.float64)]), None),
     "bfloat16": (lambda: SGD([parameter(dtype=torch.bfloat16)], lr=0.1), None),
     "foreach": (lambda: Adam([parameter()], foreach=True), None),
     "already": (lambda: Adam([parameter()], fused=True), "already fused"),
     "chosen": (lambda: Adam([parameter()], fused=False), "fused=False was chosen"),
-    "overridden": (lambda: Own([parameter()]), "no fused Own"),
+    "overridden": (lambda: Overridden([parameter()]), "no fused Overridden"),
     "none": (lambda: RMSprop([parameter()]), "no fused RMSprop"),
     "dampening": (lambda: SGD([parameter()], momentum=0.9, dampening=0.1), "dampening"),
     "differentiable": (lambda: Adam([parameter()], differentiable=True), "differentiable"),
@@ -243,12 +243,12 @@ def test_sparse_gradients_restore_the_optimizer_with_a_warning():
 MAX_NORM = 0.5
 
 
-def half(init_scale: float) -> MixedPrecision:
+def fp16_plugin(init_scale: float) -> MixedPrecision:
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 
-def by_hand(cls: type[Optimizer], init_scale: float, clip: bool) -> dict[str, Tensor]:
+def recipe_weights(cls: type[Optimizer], init_scale: float, clip: bool) -> dict[str, Tensor]:
     """Return the weights after torch's recipe for a loss scaler with clipping, unfused."""
     model = Net(cls)
     optimizer = model.configure_optimizers()
@@ -266,16 +266,16 @@ def by_hand(cls: type[Optimizer], init_scale: float, clip: bool) -> dict[str, Te
     return weights_of(model)
 
 
-@pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])  # the first one overflows at times
+@pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])  # the first one sometimes overflows
 @pytest.mark.parametrize(
     ("cls", "clip"), [(SGD, "none"), (Adam, "none"), (Adam, "ours"), (SGD, "trainer")]
 )
 def test_result_under_a_loss_scaler_equals_torchs_recipe(cls, init_scale, clip):
-    expected = by_hand(cls, init_scale, clip != "none")
+    expected = recipe_weights(cls, init_scale, clip != "none")
     spy, model = Spy(), Net(cls)
     callbacks = [lo.FusedOptimizer(), spy]
     callbacks += [lo.AdaptiveClipping(lo.FixedNorm(MAX_NORM))] * (clip == "ours")
     settings = {"gradient_clip_val": MAX_NORM} if clip == "trainer" else {}
-    fit(model, *callbacks, plugins=[half(init_scale)], **settings)
+    fit(model, *callbacks, plugins=[fp16_plugin(init_scale)], **settings)
     assert spy.flags == [(True, False, False)] * 12
     assert_same_weights(model, expected, rtol=1e-4, atol=1e-5)
