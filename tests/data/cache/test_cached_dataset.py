@@ -77,7 +77,7 @@ def test_view_is_stored_without_its_storage():
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_random_access_equals_a_dictionary(storage, tmp_path_factory, data):
-    """Items are right and the limit holds for every order, limit and policy."""
+    """Items are correct and the limit is kept for every order, limit and policy."""
     policy = data.draw(st.sampled_from(["lru", "keep"]))
     max_bytes = max(1, data.draw(st.integers(0, 6)) * 3 * 4096)
     dataset = Counting(10, width=2000)
@@ -89,16 +89,16 @@ def test_random_access_equals_a_dictionary(storage, tmp_path_factory, data):
         max_bytes=max_bytes,
         policy=policy,
     )
-    asked = 0
+    lookups = 0
     for indices in data.draw(st.lists(st.lists(st.integers(-10, 9), max_size=6), max_size=8)):
         items = cache.__getitems__(indices) if len(indices) > 1 else [cache[i] for i in indices]
         for index, item in zip(indices, items, strict=True):
             assert same(item, reference[index % 10])
-        asked += len(indices)
+        lookups += len(indices)
         counts = cache.statistics()
         assert counts["bytes"] <= max_bytes
         assert counts["items"] * 8000 <= max_bytes
-        assert counts["hits"] + counts["misses"] == asked
+        assert counts["hits"] + counts["misses"] == lookups
         assert policy == "lru" or counts["evictions"] == 0
 
 
@@ -166,8 +166,8 @@ def test_loaders_with_workers_share_one_cache(storage, method, persistent, tmp_p
     assert same([batch["y"] for batch in actual], [batch["y"] for batch in expected])
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(actual, expected, strict=True))
     counts = cache.statistics()
-    compared = 0 if storage == "memory" else 3  # and stored when the dataset was created
-    assert counts["hits"] == 24 + compared  # also across epochs with new workers
+    compared = 0 if storage == "memory" else 3  # items that the constructor fetched and stored
+    assert counts["hits"] == 24 + compared  # includes epochs with new workers
     assert counts["misses"] == 24 - compared
     assert counts["items"] == 24
 
@@ -189,8 +189,8 @@ def test_pickled_copy_is_small_and_shares_the_items():
 
 
 @pytest.fixture
-def own_folders(monkeypatch):
-    """Tests beside this one create folders too."""
+def separate_folders(monkeypatch):
+    """Separate these folders from those of parallel tests."""
     monkeypatch.setattr(caching, "MEMORY_PREFIX", f"{caching.MEMORY_PREFIX}{os.getpid()}_")
 
 
@@ -198,7 +198,7 @@ def folders():
     return set(Path("/dev/shm").glob(f"{caching.MEMORY_PREFIX}*"))
 
 
-def test_memory_is_private_not_shared_and_freed_with_the_object(own_folders):
+def test_memory_folder_is_private_per_object_and_freed_with_it(separate_folders):
     before = folders()
     cache, other = cached_dataset(Numbers()), cached_dataset(Numbers())
     cache[0]
@@ -208,13 +208,13 @@ def test_memory_is_private_not_shared_and_freed_with_the_object(own_folders):
     assert {folder.stat().st_uid for folder in mine} == {os.getuid()}
     read(cache, num_workers=1)
     assert len(mine) == 2
-    assert mine <= folders()  # the end of a worker removes nothing
+    assert mine <= folders()  # a worker that ends removes nothing
     del cache, other
     gc.collect()
     assert not mine & folders()
 
 
-def test_temporary_folder_replaces_shared_memory_and_loses_only_own_leftovers(
+def test_without_shared_memory_a_temporary_folder_is_used_and_own_leftovers_removed(
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev/shm"))
@@ -232,7 +232,7 @@ def test_temporary_folder_replaces_shared_memory_and_loses_only_own_leftovers(
     assert cache.statistics()["hits"] == 1
 
 
-def hold_forever(pipe):
+def hold_cache(pipe):
     before = folders()
     cache = lo.CachedDataset(Numbers(), MB)
     pipe.send([str(folder) for folder in folders() - before])
@@ -240,15 +240,17 @@ def hold_forever(pipe):
     cache[0]
 
 
-def test_leftovers_of_killed_processes_are_removed_and_live_caches_stay(monkeypatch, own_folders):
-    """Process ids say nothing, since the other process may be in another container."""
+def test_leftovers_of_killed_processes_are_removed_and_live_caches_stay(
+    monkeypatch, separate_folders
+):
+    """Process ids are not used: the other process may be in another container."""
 
     def no_such_process(pid, signal):
         raise ProcessLookupError
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    other = context.Process(target=hold_forever, args=(sender,), daemon=True)
+    other = context.Process(target=hold_cache, args=(sender,), daemon=True)
     other.start()
     (folder,) = map(Path, receiver.recv())
     with monkeypatch.context() as patch:
@@ -377,7 +379,7 @@ def test_symmetric_pairs_are_computed_once(pairs):
     assert len(seen) == len(set(seen))
 
 
-def test_types_and_order_of_arguments_matter():
+def test_arguments_of_other_type_or_order_are_separate_items():
     function = lo.cached(lambda a, b=0: (type(a).__name__, a, b), MB)
     for arguments in [(1,), (1.0,), (True,), ("1",), (1, 2), (2, 1), (torch.tensor(1),)]:
         assert function(*arguments)[0] == type(arguments[0]).__name__
@@ -398,7 +400,7 @@ def test_error_is_not_cached():
 
 
 def test_two_datasets_under_one_key_raise(tmp_path):
-    """Such as the training and the validation data of one class."""
+    """For example the training and the validation data of one class."""
     train, validation = ([torch.tensor(start + i) for i in range(9)] for start in (0, 100))
     settings = {"storage": "disk", "key": "v1", "folder": str(tmp_path)}
     cached = lo.CachedDataset(train, MB, **settings)

@@ -49,7 +49,7 @@ class Counted(Eager):
         return iter(range(self.length))
 
 
-class AsItGoes(Eager):
+class DrawsPerBatch(Eager):
     def __iter__(self):
         for _ in range(self.length):
             yield random.randrange(self.length)
@@ -81,7 +81,7 @@ def test_tunable_loaders_have_no_reason_to_skip(settings):
         (DataLoader(Stream()), "iterable"),
         (DataLoader(Numbers(), sampler=Eager(), batch_size=None), "calls it twice"),
         (DataLoader(Numbers(), sampler=Counted(), batch_size=None), "calls it twice"),
-        (DataLoader(Numbers(), sampler=AsItGoes(), batch_size=3), "batch by batch"),
+        (DataLoader(Numbers(), sampler=DrawsPerBatch(), batch_size=3), "batch by batch"),
         (DataLoader(Numbers(), shuffle=True, generator=torch.Generator()), "its own generator"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,7 +14,7 @@ from lightning_opt.data.pipeline import pipeline_tuner as tuning
 from lightning_opt.data.pipeline.loaders import LoaderSettings
 from lightning_opt.data.pipeline.search import Search
 from tests.data import datasets
-from tests.data.pipeline.test_loaders import AsItGoes, Stream
+from tests.data.pipeline.test_loaders import DrawsPerBatch, Stream
 from tests.data.runs import (
     WORKERS,
     Record,
@@ -49,9 +49,9 @@ def _short_measurements(monkeypatch):
         (LoaderSettings(), False, {}),
         (LoaderSettings(1, 4, False, False), False, {}),
     ],
-    ids=["cached", "generator", "kept by the user", "none", "not kept"],
+    ids=["cached", "generator", "user persists", "no workers", "not persistent"],
 )
-def test_samples_of_three_epochs_are_the_same(chosen, cached, loader):
+def test_samples_are_the_same_as_without_the_tuner(chosen, cached, loader):
     def settings():
         seed = loader.get("generator")
         own = {} if seed is None else {"generator": torch.Generator().manual_seed(seed)}
@@ -92,7 +92,7 @@ def test_ranks_choose_the_same_settings():
 
 @pytest.mark.distributed
 def test_failed_trial_on_one_rank_keeps_the_loader_of_all_ranks():
-    """A worker that never answers, and one that raises."""
+    """With a worker that hangs, and one that raises."""
     for (settings, warnings), reasons in zip(
         launch(tune_with_failures_on_rank_1),
         (["another rank"] * 2, ["timed out", "broken worker"]),
@@ -141,7 +141,7 @@ def fit(tuner, data, model=None, **settings):
     return trainer
 
 
-def test_waiting_items_get_workers_and_the_table_is_printed(capsys):
+def test_slow_items_get_workers_and_the_table_is_printed(capsys):
     data = DataLoader(Sleepy(48, 0.01), batch_size=4)
     tuner = lo.DataPipelineTuner(max_workers=2)
     fit(tuner, data)
@@ -182,14 +182,14 @@ def test_main_process_touches_neither_dataset_nor_sampler():
     loader = DataLoader(dataset, sampler=sampler, batch_size=4, collate_fn=lambda items: items)
     tuner = lo.DataPipelineTuner(max_workers=0, verbose=False)
 
-    class Look(Callback):
+    class RecordUse(Callback):
         def on_train_start(self, trainer, pl_module):
             self.found = dataset.fetches, sampler.epochs
 
-    look = Look()
-    quiet_trainer(callbacks=[tuner, look]).fit(Ignoring(), loader)
+    use = RecordUse()
+    quiet_trainer(callbacks=[tuner, use]).fit(Ignoring(), loader)
     assert tuner.report().rows
-    assert look.found == (0, 0)
+    assert use.found == (0, 0)
 
 
 def test_chosen_settings_are_applied_at_each_reload(monkeypatch):
@@ -216,7 +216,7 @@ def test_chosen_settings_are_applied_at_each_reload(monkeypatch):
 
 
 def test_methods_replaced_by_others_are_restored(monkeypatch):
-    """Beside another callback that replaces the same method, and the user's own replacement."""
+    """Another callback and the user replace the same method."""
     monkeypatch.setattr(Search, "run", lambda *_: LoaderSettings(1, 2))
     callbacks = [lo.DataPipelineTuner(verbose=False), lo.DynamicBatchSize()]
     trainer = quiet_trainer(callbacks=callbacks, reload_dataloaders_every_n_epochs=1)
@@ -240,7 +240,7 @@ def test_methods_replaced_by_others_are_restored(monkeypatch):
     ("data", "reason"),
     [
         (lambda: DataLoader(Stream()), "iterable"),
-        (lambda: DataLoader(Rows(), sampler=AsItGoes(), batch_size=4), "batch by batch"),
+        (lambda: DataLoader(Rows(), sampler=DrawsPerBatch(), batch_size=4), "batch by batch"),
         (lambda: [DataLoader(Rows()), DataLoader(Rows())], "several"),
         (lambda: DataLoader(Broken(), batch_size=4), "KeyError: 'broken'"),
         (lambda: unpicklable(), "pickle"),
@@ -249,12 +249,12 @@ def test_methods_replaced_by_others_are_restored(monkeypatch):
 )
 def test_untunable_loader_stays_unchanged_with_a_warning(data, reason, caplog):
     loaders = data()
-    before = [dict(vars(loader)) for loader in _each(loaders)]
+    before = [dict(vars(loader)) for loader in _as_list(loaders)]
     tuner = lo.DataPipelineTuner()
     model = Ignoring()
     with caplog.at_level(logging.WARNING):
         fit(tuner, loaders, model, max_steps=2)
-    assert [dict(vars(loader)) for loader in _each(loaders)] == before
+    assert [dict(vars(loader)) for loader in _as_list(loaders)] == before
     assert tuner.chosen is None
     (message,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
     with pytest.raises(AssertionError, match=reason):
@@ -262,7 +262,7 @@ def test_untunable_loader_stays_unchanged_with_a_warning(data, reason, caplog):
     assert tuner.report().notes
 
 
-def _each(loaders):
+def _as_list(loaders):
     return loaders if isinstance(loaders, list) else [loaders]
 
 
@@ -274,7 +274,7 @@ class Ignoring(SmallNet):
 
 
 class Broken(Rows):
-    """Fails in other processes only, so that the fit itself works."""
+    """Raises in worker processes only, so that the fit itself works."""
 
     pid = __import__("os").getpid()
 
@@ -317,8 +317,8 @@ def test_workers_persist_only_if_the_dataset_has_no_set_epoch():
     assert not tuning.can_persist(trainer, DataLoader(Rows()))
 
 
-def test_most_workers_by_cpus_and_busy_share():
-    # Items that compute, that wait for two thirds of their time, and that only wait.
+def test_worker_limit_follows_cpus_and_busy_share():
+    # Items that only compute, that wait two thirds of the time, and that only wait.
     assert [tuning.max_workers_for(6, 1, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
     assert [tuning.max_workers_for(6, 4, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
     assert tuning.max_workers_for(128, 4, 0.0) == 32  # the share of the CPUs is more than 16
