@@ -37,7 +37,7 @@ SCALE_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": mat
 
 
 class DynamicBatchSize(RunCallback):
-    """Searches the loader's batch size by trials before training, with headroom in memory.
+    """Finds the loader's batch size by trials before training, with memory to spare.
 
     Like ``find_batch_size``, it runs a few steps of a copy of the model with several sizes. Then
     the whole run trains with the largest size whose memory peak stays below ``target``, or with the
@@ -102,8 +102,8 @@ class DynamicBatchSize(RunCallback):
             check_one_of("scale_lr", scale_lr, tuple(SCALE_RULES))
         if scale_lr is not None and keep_effective is not None:
             raise ValueError(
-                "keep_effective keeps the samples per step, so there is nothing for scale_lr to "
-                "follow. Give one of them."
+                "keep_effective keeps the samples per step, so scale_lr has no effect. Pass only "
+                "one of them."
             )
         self.target = check_between("target", target, 0.0, 1.0)
         self.max_size = None if max_size is None else check_at_least("max_size", max_size, 1)
@@ -120,7 +120,7 @@ class DynamicBatchSize(RunCallback):
     def _reset(self) -> None:
         self.found: FoundSizes | None = None
         self.size: int | None = None  # of each rank's loader
-        self._initial = 0  # the loader's own size
+        self._initial = 0  # the loader's original size
         self._effective: int | None = None  # samples per step over all ranks; None with scale_lr
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
@@ -135,7 +135,7 @@ class DynamicBatchSize(RunCallback):
         self.release(trainer)
         _check(trainer, pl_module, self.scale_lr, self.keep_effective)
         self._trainer, self._accumulation = trainer, int(trainer.accumulate_grad_batches)
-        if self.size is None and not _resumes(trainer):
+        if self.size is None and not _is_resuming(trainer):
             self._search(trainer, pl_module)
         self._stack = ExitStack()
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
@@ -147,29 +147,29 @@ class DynamicBatchSize(RunCallback):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         trials = Trials(trainer, pl_module, callbacks, self.target, self.budget_mb)
 
-        def allowed(size: int) -> int:
+        def round_down(size: int) -> int:
             self._initial = trials.initial
-            return self._allowed(size)
+            return self._round_down(size)
 
-        self.found = trials.find(self.find, self.max_size, allowed)
+        self.found = trials.find(self.find, self.max_size, round_down)
         self.size = self.found.chosen(self.find)
 
-    def _allowed(self, most: int) -> int:
-        """Return the largest size up to ``most`` that divides each rank's samples per step."""
+    def _round_down(self, limit: int) -> int:
+        """Return the largest size up to ``limit`` that divides each rank's samples per step."""
         assert self._trainer is not None
         if self.scale_lr is not None:
-            return most
+            return limit
         ranks = data_ranks(self._trainer)
         if self._effective is None:
             initial = self._initial * self._accumulation * ranks
             self._effective = self.keep_effective or initial
         if self._effective % ranks:
             raise ValueError(
-                f"DynamicBatchSize keeps {self._effective} samples per step, which {ranks} ranks "
-                "cannot share: keep_effective must be a multiple of the number of ranks."
+                f"DynamicBatchSize keeps {self._effective} samples per step, which is not a "
+                f"multiple of the {ranks} ranks: change keep_effective."
             )
         samples = self._effective // ranks
-        sizes = (size for size in range(min(samples, most), 0, -1) if samples % size == 0)
+        sizes = (size for size in range(min(samples, limit), 0, -1) if samples % size == 0)
         return next(sizes, 0)
 
     def _set_size(self, loader: Any) -> None:
@@ -178,14 +178,14 @@ class DynamicBatchSize(RunCallback):
         assert trainer is not None
         if self.size is None:  # before a checkpoint is loaded
             return
-        self.size = self._allowed(self.size)  # the checkpoint's number of ranks may differ
+        self.size = self._round_down(self.size)  # the checkpoint's number of ranks may differ
         set_batch_size(loader, self.size)
         if self._effective is not None:
             rank_samples = self._effective // data_ranks(trainer)
             trainer.accumulate_grad_batches = rank_samples // self.size
         for name in ("limit_train_batches", "val_check_interval"):
             batches = self._settings[name]
-            if isinstance(batches, int):  # keep the number of samples that it spans
+            if isinstance(batches, int):  # keep the samples per interval
                 setattr(trainer, name, max(1, batches * initial // self.size))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -193,8 +193,8 @@ class DynamicBatchSize(RunCallback):
         check_single_loader(trainer)
         if self.size is None:
             rank_zero_warn(
-                "DynamicBatchSize keeps the loader's batch size: this run resumes from a "
-                "checkpoint of a run without it, and a resumed run does not search."
+                "DynamicBatchSize keeps the loader's batch size: the checkpoint was "
+                "saved without DynamicBatchSize, and a resumed run does not search."
             )
             return
         scale = 1.0
@@ -274,7 +274,7 @@ class _ScaledRates:
             handle.remove()
 
 
-def _resumes(trainer: pl.Trainer) -> bool:
+def _is_resuming(trainer: pl.Trainer) -> bool:
     """Return whether ``fit`` got a checkpoint. Lightning stores its path only after ``setup``."""
     run = type(trainer)._run.__code__
     calls = [frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_code is run]
@@ -293,11 +293,11 @@ def _check(
             "size once, at the start."
         )
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    windows = {c.accumulates_by for c in callbacks if isinstance(c, RunCallback)}
-    if "effective_batch" in windows or ("schedule" in windows and scale_lr is None):
+    sources = {c.accumulates_by for c in callbacks if isinstance(c, RunCallback)}
+    if "effective_batch" in sources or ("schedule" in sources and scale_lr is None):
         raise ValueError(
-            "Accumulation and DynamicBatchSize both set the samples per step. Leave out "
-            "Accumulation's schedule or effective_batch; with scale_lr a schedule may stay."
+            "Accumulation and DynamicBatchSize both set the samples per step. Remove "
+            "Accumulation's schedule or effective_batch; scale_lr allows a schedule."
         )
     if scale_lr is not None:
         return
@@ -310,6 +310,6 @@ def _check(
     sets_both = keep_effective is not None and trainer.accumulate_grad_batches != 1
     if sets_both or any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
         raise ValueError(
-            "DynamicBatchSize sets accumulate_grad_batches itself. Leave keep_effective or "
-            "accumulate_grad_batches out, and GradientAccumulationScheduler too."
+            "DynamicBatchSize sets accumulate_grad_batches itself. Remove keep_effective or "
+            "accumulate_grad_batches, and GradientAccumulationScheduler."
         )

@@ -1,4 +1,4 @@
-"""Rules for trials of batch sizes: search for the largest that fits, and for the fastest."""
+"""Searches for the largest batch size that fits, and for the fastest, by trials."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINALISTS_BY_ROUND = (3, 3, 3, 2)
 """Number of the best sizes that are timed in each round after the first."""
 
 SIZE_TOLERANCE = 0.03
-"""The search ends when all remaining sizes are at most this share larger than the size found."""
+"""The search ends if the largest untried size exceeds the found size by at most this share."""
 
 SPEED_TOLERANCE = 0.01
 """Sizes whose speeds differ by at most this share count as equally fast."""
@@ -95,10 +95,10 @@ class FoundSizes:
 def find_largest(
     run: Callable[[int], Trial],
     initial: int,
-    most: int,
+    max_size: int,
     *,
     target: float,
-    allowed: Callable[[int], int] = int,
+    round_down: Callable[[int], int] = int,
 ) -> tuple[int, list[Trial]]:
     """Return the largest size that fits, 0 if none does, and all trials.
 
@@ -109,54 +109,54 @@ def find_largest(
     Args:
         run: Tries a size.
         initial: The first size to try.
-        most: The largest size to try.
+        max_size: The largest size to try.
         target: The share of memory to use.
-        allowed: Returns the largest allowed size up to the given one.
+        round_down: Returns the largest allowed size up to the given one.
     """
     trials: dict[int, Trial] = {}
-    fitting, failing = 0, most + 1
-    size = max(1, min(initial, most))
+    fitting, failing = 0, max_size + 1
+    size = max(1, min(initial, max_size))
     while len(trials) < MAX_TRIALS:
         trial = trials[size] = run(size)
         if trial.fits:
             fitting = max(fitting, size)
         else:
             failing = min(failing, size)
-        largest_left = allowed(failing - 1)
-        if largest_left * (1 - SIZE_TOLERANCE) <= allowed(fitting):
+        largest_untried = round_down(failing - 1)
+        if largest_untried * (1 - SIZE_TOLERANCE) <= round_down(fitting):
             break
-        size = allowed(_next_size(fitting, failing, most, trials, target))
+        size = round_down(_next_size(fitting, failing, max_size, trials, target))
         if size <= fitting:
-            size = largest_left
-    return allowed(fitting), list(trials.values())
+            size = largest_untried
+    return round_down(fitting), list(trials.values())
 
 
 def _next_size(
-    fitting: int, failing: int, most: int, trials: Mapping[int, Trial], target: float
+    fitting: int, failing: int, max_size: int, trials: Mapping[int, Trial], target: float
 ) -> int:
     """Return a size between the largest that fits and the smallest that does not."""
     peaks = {trial.size: trial.peak for trial in trials.values() if trial.peak is not None}
     predicted = None
-    if len(peaks) > 1 or (peaks and failing <= most):
+    if len(peaks) > 1 or (peaks and failing <= max_size):
         predicted = _predict(peaks, min(trials[size].baseline for size in peaks), target)
-    has_failed = failing <= most
+    has_failed = failing <= max_size
     if predicted is not None and not (has_failed and predicted > 1.1 * failing):
         size = max(predicted, math.ceil(fitting / (1 - SIZE_TOLERANCE)))
         if has_failed:
             size = min(size, math.ceil(failing * (1 - SIZE_TOLERANCE)))
-        size = min(size, most, 16 * max(peaks))  # few points predict distant sizes poorly
-    elif has_failed:  # no prediction, or one far above a failed size
+        size = min(size, max_size, 16 * max(peaks))  # few points predict distant sizes poorly
+    elif has_failed:  # no prediction, or far above a failed size
         size = math.isqrt(fitting * failing) if fitting else failing // 4
     else:
-        size = min(most, 2 * fitting)
+        size = min(max_size, 2 * fitting)
     return size if fitting < size < failing else (fitting + failing) // 2
 
 
 def _predict(peaks: Mapping[int, float], baseline: float, target: float) -> int | None:
-    """Return the size at which a line through the peaks reaches ``target``; None if none does.
+    """Return the size at which a line through the peaks reaches ``target``; None if no line rises.
 
-    If the fitted line does not rise, noise exceeds its slope. The line then runs from ``baseline``
-    through the peak of the largest size, as it does for a single peak.
+    For a single peak, or if noise exceeds the slope, the line runs from ``baseline`` through the
+    peak of the largest size.
     """
     largest, slope = max(peaks), 0.0
     if len(peaks) > 1:
@@ -170,7 +170,7 @@ def _predict(peaks: Mapping[int, float], baseline: float, target: float) -> int 
 
 
 def find_fastest(
-    run: Callable[[int], Trial], largest: int, allowed: Callable[[int], int] = int
+    run: Callable[[int], Trial], largest: int, round_down: Callable[[int], int] = int
 ) -> tuple[int, list[Trial]]:
     """Return the size with the most samples per second, and one trial per size with its mean speed.
 
@@ -178,8 +178,8 @@ def find_fastest(
     is much slower than the best so far, because smaller sizes are slower still. Then the best
     size's neighbours are timed: the sizes smaller and larger by a factor of the square root of 2.
     Then short rounds time the best few sizes, each round in another order. Every round times all
-    remaining sizes, so a slow minute of the machine affects all of them. Of equally fast sizes, the
-    smallest wins.
+    remaining sizes, so a temporary slowdown affects all of them. The smallest of equally fast
+    sizes is returned.
     """
     generator = random.Random(0)  # the same order on all ranks
     trials: dict[int, list[Trial]] = {}
@@ -187,14 +187,17 @@ def find_fastest(
     def speed(size: int) -> float:
         return statistics.fmean(trial.speed for trial in trials[size])
 
-    halves = [allowed(largest >> halvings) for halvings in range(largest.bit_length())]
+    halves = [round_down(largest >> halvings) for halvings in range(largest.bit_length())]
     for size in dict.fromkeys(halves):
         if size > 1 or largest == 1:  # BatchNorm cannot train on one sample
             trials[size] = [run(size)]
             if speed(size) < MIN_SPEED_SHARE * max(map(speed, trials)):
                 break
     best = max(trials, key=speed)
-    for neighbour in (allowed(round(best / math.sqrt(2))), allowed(round(best * math.sqrt(2)))):
+    for neighbour in (
+        round_down(round(best / math.sqrt(2))),
+        round_down(round(best * math.sqrt(2))),
+    ):
         if 1 < neighbour <= largest and neighbour not in trials:
             trials[neighbour] = [run(neighbour)]
     finalists = list(trials)

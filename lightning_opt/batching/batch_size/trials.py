@@ -62,7 +62,7 @@ AVERAGING = tuple(  # new in Lightning 2.6
 """Lightning's callbacks that hold a copy of the model from the first step on."""
 
 MEMORY_TRIAL, TIMED_TRIAL = (4, 0.3, 30), (6, 0.5, 2000)
-"""Minimum number of steps, minimum of timed seconds on a single process, maximum number of steps.
+"""Minimum number of steps, minimum timed seconds (single process only), maximum number of steps.
 
 The first step creates the optimizer's state and is not timed.
 """
@@ -116,7 +116,7 @@ class TrialCallback(BaseCallback):
         check_single_loader(trainer)
         strategy, plugin, loop = trainer.strategy, trainer.precision_plugin, trainer.fit_loop
         self.device, self.ranks = strategy.root_device, trainer.world_size
-        # The user's limits must not end the trial. configure_optimizers has read them already.
+        # The user's limits must not end the trial. configure_optimizers has already run with them.
         loop.max_epochs, loop.epoch_loop.max_steps = self.length[2], -1
         for config in trainer.lr_scheduler_configs:
             vars(config.scheduler)["step"] = do_nothing  # a manual training_step may call it
@@ -146,7 +146,7 @@ class TrialCallback(BaseCallback):
         """Return a function that ends the trial on all ranks if one of them runs out of memory.
 
         Ranks exchange failures in an all-reduce after the function. With ``always=False`` only a
-        failed rank calls the all-reduce here. It matches the next all-reduce of the other ranks.
+        failed rank calls the all-reduce here. It pairs with the next all-reduce of the other ranks.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -206,9 +206,9 @@ class Trials:
         callbacks: The user's callbacks. Copies of this library's callbacks and of those in
             ``AVERAGING`` run in a trial, so that their memory counts. Other callbacks might write
             files or logs, so they do not run.
-        target: Share of the limit that a size may take.
+        target: Share of the memory limit that a size may take.
         budget_mb: An additional limit on the memory of this process on its device.
-        worst_batch: A function from a number of samples to the batch that measures memory.
+        worst_batch: Returns a batch with the given number of samples, for measuring memory.
 
     Raises:
         ValueError: On several ranks, under strategies with collectives in forward or backward
@@ -237,11 +237,12 @@ class Trials:
         self.initial = self._samples = 0
 
     def find(
-        self, mode: str, max_size: int | None, allowed: Callable[[int], int] = int
+        self, mode: str, max_size: int | None, round_down: Callable[[int], int] = int
     ) -> FoundSizes:
         """Search for the largest size, and for the fastest if ``mode`` is ``"fastest"``.
 
-        ``allowed`` returns the largest allowed size up to the given one. It may read ``initial``.
+        ``round_down`` returns the largest allowed size up to the given one. It is called once
+        ``initial`` is set.
         """
         with ExitStack() as stack:
             if not gc.get_freeze_count():  # otherwise each collection visits all imported objects
@@ -255,13 +256,15 @@ class Trials:
                 log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
                 return trial
 
-            most = allowed(max(1, min(max_size or self._samples, self._samples)))
+            upper_limit = round_down(max(1, min(max_size or self._samples, self._samples)))
             largest, trials = find_largest(
-                run, first.size, most, target=self._target, allowed=allowed
+                run, first.size, upper_limit, target=self._target, round_down=round_down
             )
             if mode != "fastest" or not largest:
                 return FoundSizes(self.initial, largest, 0, trials)
-            fastest, timed = find_fastest(lambda size: self.run(size, timed=True), largest, allowed)
+            fastest, timed = find_fastest(
+                lambda size: self.run(size, timed=True), largest, round_down
+            )
             by_size = {trial.size: trial for trial in (*trials, *timed)}
             return FoundSizes(self.initial, largest, fastest, list(by_size.values()))
 
@@ -274,8 +277,8 @@ class Trials:
             stack.enter_context(isolate_rng())
             lightning_log = rank_zero.log
             stack.callback(lightning_log.setLevel, lightning_log.level)
-            lightning_log.setLevel(logging.WARNING)  # hides advice that each trial repeats
-            model = self._swap(stack, probe)
+            lightning_log.setLevel(logging.WARNING)  # hides messages that each trial repeats
+            model = self._replace_run_state(stack, probe)
             try:
                 trainer._run(model)
                 raise ValueError(
@@ -302,8 +305,8 @@ class Trials:
         self._samples = -int(negative_samples)
         return Trial(probe.size or 0, peak <= self._target, peak, baseline, -negative_speed)
 
-    def _swap(self, stack: ExitStack, probe: TrialCallback) -> pl.LightningModule:
-        """Replace the objects that a run changes until ``stack`` closes. Return the model copy."""
+    def _replace_run_state(self, stack: ExitStack, probe: TrialCallback) -> pl.LightningModule:
+        """Replace the objects that a run changes, until ``stack`` closes. Return the model copy."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         model: pl.LightningModule
         model, callbacks = _copy_or_share((module, self._callbacks), self._shared)
@@ -356,7 +359,7 @@ def _copy_or_share(value: Any, shared: list[Any]) -> Any:
 
     Objects that cannot be copied are appended to ``shared``.
     """
-    given = len(shared)
+    shared_before = len(shared)
     while True:
         try:
             copied = copy.deepcopy(value, {id(item): item for item in shared})
@@ -364,15 +367,15 @@ def _copy_or_share(value: Any, shared: list[Any]) -> Any:
             calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             calls = [frame for frame in calls if frame.f_code is copy.deepcopy.__code__]
             culprit = calls[-1].f_locals["x"] if calls else None  # of the innermost call
-            whole = culprit is None or culprit is value or isinstance(culprit, nn.Module)
-            if whole or is_out_of_memory(error):
+            cannot_share = culprit is None or culprit is value or isinstance(culprit, nn.Module)
+            if cannot_share or is_out_of_memory(error):
                 raise
             shared.append(culprit)
             continue
-        names = ", ".join(type(item).__qualname__ for item in shared[given:])
+        names = ", ".join(type(item).__qualname__ for item in shared[shared_before:])
         if names:
             rank_zero_warn(
-                "Trials of batch sizes use these objects of the model or of a callback, which "
+                "Trials of batch sizes share these objects of the model or a callback, as they "
                 f"cannot be copied, and may change them: {names}."
             )
         return copied

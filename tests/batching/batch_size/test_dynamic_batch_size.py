@@ -302,7 +302,7 @@ def test_incompatible_settings_raise():
     for settings, words in (
         ({"target": 1.5}, "target"),
         ({"scale_lr": "cubic"}, "scale_lr"),
-        ({"scale_lr": "sqrt", "keep_effective": 8}, "Give one of them"),
+        ({"scale_lr": "sqrt", "keep_effective": 8}, "Pass only one of them"),
         ({"find": "best"}, "find"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -46,8 +46,8 @@ def test_search_is_within_3_percent_of_exhaustive(knows_peak):
 def test_search_finds_the_largest_divisor_that_fits(step):
     divisors = [size for size in range(1, step + 1) if step % size == 0]
 
-    def allowed(most: int) -> int:
-        return max((size for size in divisors if size <= most), default=0)
+    def round_down(max_size: int) -> int:
+        return max((size for size in divisors if size <= max_size), default=0)
 
     for limit in range(1, step + 5):
 
@@ -55,10 +55,10 @@ def test_search_finds_the_largest_divisor_that_fits(step):
             fits = size <= limit
             return Trial(size, fits, 0.1 + 0.8 * size / limit if fits else None, 0.1, float(size))
 
-        found, trials = find_largest(run, 32, step, target=0.9, allowed=allowed)
-        assert found == allowed(limit)
+        found, trials = find_largest(run, 32, step, target=0.9, round_down=round_down)
+        assert found == round_down(limit)
         assert {trial.size for trial in trials} <= {32, *divisors}
-        assert find_fastest(run, found, allowed)[0] == found
+        assert find_fastest(run, found, round_down)[0] == found
 
 
 def test_search_ends_at_the_number_of_samples_and_raises_if_nothing_fits():

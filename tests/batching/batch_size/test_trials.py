@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("brief_trials")
 
 WIDTH = 64
 
-lightnings_own = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-"""pytest.warns repeats other warnings without their module."""
+ignore_leaf_spec = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+"""pytest.warns re-emits other warnings without their module."""
 
 
 class Wide(LightningModule):
@@ -64,7 +64,7 @@ def loader_of(count: int = 4000) -> DataLoader[Any]:
 
 
 class Writer(Callback):
-    """A user's callback that writes in each of its hooks, and holds a lock."""
+    """A user's callback that writes a file in each hook, and holds a lock."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, threading.Lock()
@@ -112,8 +112,8 @@ def test_search_has_no_side_effects(tmp_path):
     assert trainer.global_step == 0
 
 
-class Uncopied(Wide):
-    """Has attributes that cannot be copied, in itself and in a list of a submodule."""
+class Uncopyable(Wide):
+    """Has attributes that cannot be copied, its own and in a list of a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class WholeRun(Wide):
         return DataLoader(loader_of(8).dataset)
 
 
-class ByHand(WholeRun):
+class ManualRun(WholeRun):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -172,18 +172,18 @@ class ByHand(WholeRun):
         self.lr_schedulers()[0].step()  # type: ignore[index]
 
 
-@lightnings_own
+@ignore_leaf_spec
 def test_objects_that_cannot_be_copied_are_shared_and_named():
-    model = Uncopied()
+    model = Uncopyable()
     with pytest.warns(UserWarning, match="may change them: lock, generator"):
         found = lo.find_batch_size(quiet_trainer(), model, loader_of(64), max_size=16)
     assert found.largest == 16
     assert model.first.settings[0]["seen"] == []  # type: ignore[index]
 
 
-@pytest.mark.parametrize("kind", [WholeRun, ByHand])
-@pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key")  # for ByHand
-def test_models_that_depend_on_a_whole_run(kind):
+@pytest.mark.parametrize("kind", [WholeRun, ManualRun])
+@pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key")  # for ManualRun
+def test_models_that_depend_on_a_whole_run_can_be_tried(kind):
     settings = {"budget_mb": 10**6, "max_size": 16}
     found = lo.find_batch_size(quiet_trainer(), kind(), loader_of(64), mode="fastest", **settings)
     assert found.largest == 16
@@ -201,8 +201,8 @@ class Average(EMAWeightAveraging):
         return True
 
 
-def test_averaged_weights_count_and_micro_batches_survive_nothing():
-    """MicroBatching catches errors in training; in trials it must not."""
+def test_trials_average_weights_and_do_not_retry_batches():
+    """MicroBatching retries batches in training, but must not in trials."""
     callbacks = [Average(), lo.MicroBatching("auto")]
     trainer = quiet_trainer(callbacks=callbacks)
     found = lo.find_batch_size(trainer, Lengths(), loader_of(400), budget_mb=10**6)
@@ -226,7 +226,7 @@ class Lengths(Wide):
         return super().training_step([batch[0][:, :8]], batch_idx)
 
 
-def test_worst_batch_measures_memory_and_the_loaders_measure_time():
+def test_memory_is_measured_on_worst_batch_and_time_on_loader_batches():
     settings = {"budget_mb": 10**6}
     found = lo.find_batch_size(quiet_trainer(), Lengths(), loader_of(400), **settings)
     assert found.largest in range(120, 126)  # 125 samples of 8
@@ -242,8 +242,8 @@ def test_worst_batch_measures_memory_and_the_loaders_measure_time():
     assert gc.get_freeze_count() == frozen
 
 
-def test_last_short_batch_is_not_tried():
-    # 25 samples in twelves leave one, and BatchNorm fails on one.
+def test_short_last_batch_is_skipped():
+    # 25 samples in batches of 12 leave one, on which BatchNorm fails.
     loader = DataLoader(TensorDataset(torch.randn(25, 8)), batch_size=5)
     settings = {"budget_mb": 10**6, "max_size": 12}
     assert lo.find_batch_size(quiet_trainer(), Wide(), loader, **settings).largest == 12
@@ -263,13 +263,13 @@ def test_training_after_a_search_is_bit_identical():
     assert results[0][1] == results[1][1]
 
 
-def limited(room: float) -> int:
+def limit_memory(room: float) -> int:
     """Limit the address space to ``room`` MB more than in use, and return the limit."""
     import resource
 
-    # Threads, kernels and the first search use memory once.
+    # Threads, kernels and the first search allocate memory once.
     lo.find_batch_size(quiet_trainer(), Wide(), loader_of(64), max_size=16)
-    recover_memory(torch.device("cpu"))  # as trials do: large blocks apart
+    recover_memory(torch.device("cpu"))  # so that large blocks are unmapped, as in trials
     gc.collect()
     limit = psutil.Process().memory_info().vms + int(room * MB)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -277,7 +277,7 @@ def limited(room: float) -> int:
 
 
 def find_under_a_limit(room: float) -> dict[str, Any]:
-    limited(room)
+    limit_memory(room)
     found = lo.find_batch_size(quiet_trainer(), Wide(), loader_of(), target=1.0)
     return {"found": found.largest, "trials": len(found.trials), "rows": found.report().rows}
 
@@ -285,7 +285,7 @@ def find_under_a_limit(room: float) -> dict[str, Any]:
 def fits(room: float, size: int) -> bool:
     """Return whether training in this process, under the limit, succeeds."""
     loader = DataLoader(loader_of().dataset, batch_size=size)
-    limited(room)
+    limit_memory(room)
     try:
         quiet_trainer(max_steps=4, max_epochs=-1).fit(Wide(), loader)
     except (RuntimeError, MemoryError) as error:
@@ -297,17 +297,17 @@ def fits(room: float, size: int) -> bool:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS")
-def test_largest_under_a_limited_address_space():
+def test_largest_size_fits_and_a_larger_one_does_not():
     (result,) = launch(find_under_a_limit, 120.0, processes=1)
     assert result["trials"] <= 12
     size = result["found"]
-    # The search ends within 3%, and processes differ by as much again.
+    # The search is exact to 3%, and processes differ by another 3%.
     assert launch(fits, 120.0, int(0.94 * size), processes=1) == [True]
     assert launch(fits, 120.0, int(1.06 * size) + 1, processes=1) == [False]
 
 
-def find_with_a_small_rank() -> dict[str, Any]:
-    """Search while only rank 1 runs out of memory, in forward or in backward passes."""
+def find_if_one_rank_runs_out() -> dict[str, Any]:
+    """Search while only rank 1 runs out of memory, at different points of a step."""
     results = {}
     for where in ("forward", "backward", "update", "fastest", "guarded"):
 
@@ -342,18 +342,18 @@ def find_with_a_small_rank() -> dict[str, Any]:
         devices=2, strategy="ddp", use_distributed_sampler=True, callbacks=[callback]
     )
     trainer.fit(model, loader_of(400))
-    results["then"] = (callback.size, trainer.global_step)
+    results["trained"] = (callback.size, trainer.global_step)
     return results
 
 
 @pytest.mark.distributed
-def test_ranks_find_the_same_size_and_none_waits_for_a_failed_one():
-    first, second = launch(find_with_a_small_rank)
+def test_ranks_find_the_same_size_if_one_runs_out_of_memory():
+    first, second = launch(find_if_one_rank_runs_out)
     assert first == second
     for where in ("forward", "backward", "update", "guarded"):
         assert 8 <= first[where] <= 50
     assert 2 <= first["fastest"] <= 4
-    assert first["then"] == (60, 4)
+    assert first["trained"] == (60, 4)
 
 
 def test_incompatible_settings_raise():
