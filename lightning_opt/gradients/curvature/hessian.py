@@ -265,10 +265,10 @@ def largest_eigenvalue(
     off_diagonal: list[float] = [0.0]
     best = Eigenvalue(math.nan, math.inf, 0)
     for iteration in range(1, max_iterations + 1):
-        residual = multiply(current).addcmul_(previous, beta_on_device, value=-1)
-        alpha_on_device = (residual * current).sum(dtype=torch.float64)
-        residual.addcmul_(current, alpha_on_device, value=-1)
-        beta_on_device = torch.linalg.vector_norm(residual, dtype=torch.float64)
+        remainder = multiply(current).addcmul_(previous, beta_on_device, value=-1)
+        alpha_on_device = (remainder * current).sum(dtype=torch.float64)
+        remainder.addcmul_(current, alpha_on_device, value=-1)
+        beta_on_device = torch.linalg.vector_norm(remainder, dtype=torch.float64)
         # The only wait of an iteration.
         alpha, beta = torch.stack([alpha_on_device, beta_on_device]).tolist()
         diagonal.append(alpha)
@@ -281,7 +281,7 @@ def largest_eigenvalue(
         exact = beta <= TINY * scale or iteration == len(current)
         if exact or best.residual <= tolerance * abs(value):
             return best
-        previous, current = current, residual / beta_on_device
+        previous, current = current, remainder / beta_on_device
         off_diagonal.append(beta)
     return best
 

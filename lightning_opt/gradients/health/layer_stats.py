@@ -36,7 +36,7 @@ class ParameterStats:
         mean, variance: Mean and variance of the gradient's L2 norm over steps with a finite norm.
         nan: Number of steps whose norm was NaN.
         first: The first step with a non-finite norm; 0 if there was none.
-        max: Largest finite magnitude at the reported step.
+        max: Largest magnitude at the reported step; 0 if not finite.
         zeros: Share of elements that were exactly zero at the reported step.
         update: L2 norm of one update divided by that of the weights.
         weight: L2 norm of the weights, or of a sample of them.

@@ -30,8 +30,8 @@ from lightning_opt.core.numerics.norms import GradientStep, as_real
 from lightning_opt.core.numerics.scalars import wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 
-MIN_SAMPLE = 8192
-"""Approximate minimum of sampled weights per tensor; smaller tensors are compared in full."""
+TARGET_SAMPLE = 8192
+"""Target number of sampled weights per tensor; smaller tensors are compared in full."""
 
 
 class NormWindow:
@@ -155,7 +155,7 @@ class UpdateProbe:
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = as_real(local_part(parameter.detach())).reshape(-1)
-    stride = max(flat.numel() // MIN_SAMPLE, 1)
+    stride = max(flat.numel() // TARGET_SAMPLE, 1)
     while math.gcd(stride, flat.numel()) > 1:  # a common factor would skip some of the columns
         stride += 1
     return flat[::stride].to(torch.promote_types(flat.dtype, torch.float32))
