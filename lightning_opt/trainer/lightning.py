@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning_utilities.core.rank_zero as rank_zero
-from lightning_utilities.core.overrides import is_overridden as differs
+from lightning_utilities.core.overrides import is_overridden as overrides
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ else:
             super()._configure_launcher()
 
     def strategy_for(kind: type, package: str) -> type:
-        """Return the class, or the subclass of it, whose bases have the package's order."""
+        """Return ``kind``, or its subclass that puts the package's bases first."""
         kind = kind.__base__ if "package" in vars(kind) else kind
         return kind if package == PACKAGES[0].__name__ else _subclass(kind, sys.modules[package])
 
@@ -185,5 +185,5 @@ def is_overridden(hook: str, owner: object) -> bool:
     """Return whether a callback, module or datamodule overrides a hook of Lightning's class."""
     for base in (*Callback, *LightningModule, *LightningDataModule):
         if isinstance(owner, base) and hasattr(base, hook):
-            return differs(hook, owner, base)
+            return overrides(hook, owner, base)
     return hasattr(owner, hook)

@@ -1,4 +1,4 @@
-"""The base class of callbacks, and a check that several features share."""
+"""The base class of callbacks, and a check for LBFGS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunCallback(BaseCallback):
     only_one: ClassVar[bool] = False
 
     rescales_gradients: ClassVar[bool] = False
-    """Whether the callbacks after it see gradients with other norms than the model's."""
+    """Whether it changes the gradient norms that later callbacks see."""
 
     accumulates_by: str = ""
     """The constructor argument that sets how many batches make a step; empty if none does."""
@@ -53,7 +53,7 @@ class RunCallback(BaseCallback):
         if self.only_one and sum(type(other) is kind for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
                 f"Trainer(callbacks=[...]) has more than one {kind.__name__}, and each would undo "
-                "the other's work. Leave one."
+                "the other's work. Keep only one."
             )
         if self._model is None or self._model() is not pl_module:
             self.reset_for_model(pl_module)
@@ -83,7 +83,7 @@ class RunCallback(BaseCallback):
 
 
 def raise_if_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise ValueError for LBFGS, which evaluates the loss several times a step."""
+    """Raise ValueError for LBFGS, which evaluates the loss several times per step."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             f"{name} does not work with torch.optim.LBFGS, which evaluates the loss and its "

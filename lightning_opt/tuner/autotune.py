@@ -43,8 +43,8 @@ learning rate schedules may be computed from it."""
 BLOCK_SECONDS = 0.2
 """Approximate duration of a block, the steps of one round of a trial."""
 
-MAX_START = 300.0
-"""Minimum of the default timeout for the baseline's start, in seconds."""
+START_TIMEOUT = 300.0
+"""Default timeout in seconds: a minimum for the baseline, usually a maximum for trials."""
 
 
 def autotune(
@@ -280,8 +280,8 @@ def start_timeout(budget: float, baseline_startup: float, given: float | None) -
         given: The user's timeout. None for the default.
     """
     if not baseline_startup:
-        return given or max(MAX_START, budget)
-    return given or max(4 * baseline_startup, min(MAX_START, max(30.0, budget / 4)))
+        return given or max(START_TIMEOUT, budget)
+    return given or max(4 * baseline_startup, min(START_TIMEOUT, max(30.0, budget / 4)))
 
 
 def _ratios(trial: Trial) -> str:

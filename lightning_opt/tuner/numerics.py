@@ -32,7 +32,7 @@ MAX_LENGTH_RATIO = 1.5
 
 MAX_CANCELLATION_ERROR = 0.02
 """Allowed error of a gradient as a share of the largest gradient of its module, both as root mean
-squares. For example, the gradient of a bias before a normalisation consists of rounding errors."""
+squares. Some gradients, such as a bias's before a normalisation, consist of rounding errors."""
 
 MAX_DISTANCE_STEPS = 64
 """Maximum number of steps after which the distances of the weights are compared."""
@@ -93,14 +93,14 @@ def compare_gradients(
         largest: dict[str, float] = {}
         for name, target in targets.items():
             module = name.rpartition(".")[0]
-            largest[module] = max(largest.get(module, 0.0), _size(target))
+            largest[module] = max(largest.get(module, 0.0), _root_mean_square(target))
         for name, target in targets.items():
             if name in compared or not bool(target.isfinite().all()) or not target.any():
                 continue
             compared.add(name)
             values = gradients.get(name, torch.zeros_like(target))
             floor = MAX_CANCELLATION_ERROR * largest[name.rpartition(".")[0]]
-            if _size(values - target) > floor:
+            if _root_mean_square(values - target) > floor:
                 why = _gradient_difference(name, values, target, noisy.get(name))
                 if why:
                     return why
@@ -130,16 +130,17 @@ def _gradient_difference(name: str, values: Tensor, target: Tensor, noisy: Tenso
     )
 
 
-def _size(values: Tensor) -> float:
-    """Compute the root mean square."""
+def _root_mean_square(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
 def _cosine_and_length(candidate: Tensor, reference: Tensor) -> tuple[float, float]:
     """Compute the cosine between two gradients, and the ratio of their lengths."""
     candidate, reference = candidate.double(), reference.double()
-    length, unit = float(candidate.norm()), float(reference.norm())
-    return float(candidate @ reference) / (length * unit) if length * unit else 0.0, length / unit
+    length, reference_length = float(candidate.norm()), float(reference.norm())
+    product = length * reference_length
+    cosine = float(candidate @ reference) / product if product else 0.0
+    return cosine, length / reference_length
 
 
 def compare_distances(candidate: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
@@ -193,8 +194,8 @@ def compare_losses(
     last_losses = reference[steps - last : steps]
     mean = statistics.fmean(last_losses)
     # Use all steps: the last third may have too few to estimate a spread.
-    pairs = [one - other for one, other in zip(noise, reference, strict=False)]
-    randomness = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
+    differences = [one - other for one, other in zip(noise, reference, strict=False)]
+    randomness = math.hypot(*differences) / math.sqrt(len(differences) or 1)
     error = max(3 * statistics.pstdev(last_losses), MAX_NOISE_ERRORS * randomness) / math.sqrt(last)
     allowed = max(MAX_LOSS_SHARE * abs(mean), MAX_PROGRESS_SHARE * abs(reference[0] - mean), error)
     difference = statistics.fmean(candidate[steps - last : steps]) - mean

@@ -28,8 +28,8 @@ PEAK_NOISE = 0.015
 TOO_SLOW = 1.5
 """Ratio of step times above which a trial for throughput stops early."""
 
-MAX_LOSS = 1.1
-"""Maximum score of a single switch that may be added to the best configuration."""
+MAX_EFFECT_TO_ADD = 1.1
+"""Maximum effect of a switch that is tried with the best configuration; 1 is no effect."""
 
 MAX_OVER_PREDICTED = 1.04
 """Maximum ratio between a configuration's score and the product of its switches' effects. Above it,
@@ -101,7 +101,7 @@ class Trial:
             )
 
     def pooled(self, earlier: Trial) -> Trial:
-        """Add the rounds of an earlier trial, unless this one failed or was rejected."""
+        """Return a copy with earlier rounds added; this trial if it failed or was rejected."""
         if self.failed or self.verdict == "rejected":
             return self
         pooled = replace(self, pairs_by_start=[*earlier.pairs_by_start, *self.pairs_by_start])
@@ -150,7 +150,7 @@ class Objective:
         return Outcome(trial.peak_ratio, trial.peak_ratio * (1 + PEAK_NOISE))
 
 
-class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
+class TimeIsUp(Exception):  # noqa: N818 - it ends the search and is no error
     """Raised when the budget is too short for another trial."""
 
 
@@ -207,18 +207,18 @@ class Search:
 
         Each switch has to gain ``MIN_GAIN``. So the simpler of two similar configurations wins.
         """
-        gains = {
+        penalised = {
             names: outcome.score * (1 + MIN_GAIN) ** len(names)
             for names, outcome in self.outcomes.items()
             if outcome.score <= 1 - MIN_GAIN and outcome.high < 1
         }
-        return min(gains, key=gains.__getitem__, default=())
+        return min(penalised, key=penalised.__getitem__, default=())
 
     def next_to_remeasure(self, repeated: Container[Switches]) -> Switches | None:
         """Return the next configuration to measure again, or None.
 
-        Those with at least the winner's score are measured again once, the best first, because the
-        best of many measurements is partly luck.
+        Configurations that score no worse than the winner are measured again once, the best first,
+        because the best of many measurements is partly luck.
         """
         winner = self.winner()
         limit = self.outcomes[winner].score if winner else 1 - MIN_GAIN
@@ -278,7 +278,7 @@ class Search:
             if worse_than_parts or self.effects[name] > 1 - MIN_GAIN
         ]
         for name, effect in self.effects.items():
-            if name not in best and effect <= MAX_LOSS:
+            if name not in best and effect <= MAX_EFFECT_TO_ADD:
                 is_allowed = self.allows((*best, name))
                 neighbours.append([*best, name] if is_allowed else self._gaining(name))
         return neighbours

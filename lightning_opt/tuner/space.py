@@ -53,17 +53,17 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     """Return all built-in switches, including unsuitable ones."""
     # Each variable holds the reason why a switch is unsuitable, or "" if it is suitable.
     not_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
-    no_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
+    not_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
     no_convolutions = "" if facts.convolutions else "the model has no convolutions in 2D or 3D"
-    one_thread = "" if facts.threads > 1 else "torch uses one thread already"
-    all_threads = "" if facts.threads < facts.cpus else "torch uses all CPUs already"
+    already_single = "" if facts.threads > 1 else "torch uses one thread already"
+    already_all = "" if facts.threads < facts.cpus else "torch uses all CPUs already"
     bf16_is_fast = "" if facts.why_no_bf16 else "bfloat16 needs no loss scale"
-    no_parts = "" if facts.samples >= 4 else f"a batch has {facts.samples} samples"
+    small_batch = "" if facts.samples >= 4 else f"a batch has {facts.samples} samples"
     # None keeps Runtime from changing these settings.
     only_threads = dict.fromkeys(("matmul_precision", "cudnn_benchmark", "allocator"))
     loader = added("DataPipelineTuner", verbose=False)
-    one_cpu = added("Runtime", threads=1, **only_threads)
+    single_thread = added("Runtime", threads=1, **only_threads)
     return [
         Switch("fused", "optimizer", added("FusedOptimizer"), "one kernel for all updates"),
         # "always": the trial decides, not the kind of layers.
@@ -71,11 +71,11 @@ def built_in_switches(facts: Facts) -> list[Switch]:
                "convolutions in channels_last", "throughput", no_convolutions),
         Switch("tf32", "runtime", added("Runtime"),
                "products in TF32; results change by rounding", "throughput", not_cuda),
-        Switch("one_thread", "runtime", one_cpu, "torch uses one CPU", "throughput",
-               no_cpu or one_thread),
+        Switch("one_thread", "runtime", single_thread, "torch uses one CPU", "throughput",
+               not_cpu or already_single),
         Switch("all_threads", "runtime", added("Runtime", threads=facts.cpus, **only_threads),
                "torch uses all CPUs that the process may use", "throughput",
-               no_cpu or all_threads),
+               not_cpu or already_all),
         Switch("bf16", "precision", {"precision": "bf16-mixed"},
                "autocast to bfloat16; results change by rounding", "", facts.why_no_bf16),
         Switch("fp16", "precision",
@@ -84,17 +84,17 @@ def built_in_switches(facts: Facts) -> list[Switch]:
                not_cuda or bf16_is_fast),
         Switch("data_pipeline", "data", loader, "workers and prefetching of the loader",
                "throughput"),
-        # On a CPU workers may gain only if torch leaves them a core.
-        Switch("data_pipeline_one_thread", "data", join([loader, one_cpu]),
+        # On a CPU, workers may help only if torch leaves a core free.
+        Switch("data_pipeline_one_thread", "data", join([loader, single_thread]),
                "workers of the loader, and torch uses one CPU", "throughput",
-               no_cpu or one_thread),
+               not_cpu or already_single),
         Switch("compile_regions", "compile", added("CompileModel", scope="regions"),
                "torch.compile for the repeated blocks; seconds before the first step", "",
                no_blocks),
         Switch("compile", "compile", added("CompileModel"),
                "torch.compile for the whole model; up to minutes before the first step"),
         *(Switch(name, "batch", added("MicroBatching", size=max(1, facts.samples // count)),
-                 f"each batch is processed in {count} parts", "memory", no_parts)
+                 f"each batch is processed in {count} parts", "memory", small_batch)
           for name, count in (("half_batches", 2), ("quarter_batches", 4))),
         Switch("checkpointing", "checkpointing",
                added("ActivationCheckpointing", policy="every_layer"),
@@ -198,7 +198,7 @@ def _choose(
 def _known_switch(known: Mapping[str, Switch], name: str) -> Switch:
     if name not in known:
         raise ValueError(
-            f"candidates contains {name!r}, not a switch of the tuner{did_you_mean(name, known)} "
+            f"candidates contains {name!r}, not a built-in switch{did_you_mean(name, known)} "
             f"It has {', '.join(known)}. To add your own, pass its Trainer arguments: "
             "candidates={'my own': {'callbacks': [...]}}."
         )

@@ -25,8 +25,8 @@ CLEAR = 0.2
 """A trial also ends when half the width is below this share of the ratio's distance from 1."""
 
 TURN_SECONDS = 0.05
-"""Duration of a turn on a CPU without loader workers. The system favours one of two processes for
-short periods. Turns of 150 ms exceed these, and have more than twice the noise in equal time."""
+"""Duration of a turn on a CPU without loader workers. The scheduler favours one process for short
+periods. Turns of 150 ms exceed these, and more than double the noise for the same total time."""
 
 MAX_STEPS_PER_BLOCK = 200
 """Maximum number of steps per block."""
@@ -38,7 +38,7 @@ NOISE_STEPS = 16
 """Steps of the run with different random numbers, which measures the noise of the losses."""
 
 GRACE_SECONDS = 2.0
-"""Minimum seconds that a trial may take for a request, even after the budget has ended."""
+"""Minimum seconds to wait for a trial's response, even after the budget has ended."""
 
 
 class Run:
@@ -149,7 +149,7 @@ class Baseline:
         return self.turn_seconds[-1]
 
     def peak_after(self, steps: int) -> int:
-        """Return the peak bytes after ``steps`` steps, or at the next later record."""
+        """Return the peak bytes after ``steps`` steps, or at the next recorded step."""
         counts = [count for count in self.peaks if count >= steps]
         return self.peaks[min(counts, default=max(self.peaks))]
 
@@ -162,7 +162,7 @@ class Baseline:
                 run.advance(NOISE_STEPS)
                 self._noise = run.observations
             except FitFailed:
-                self._noise = self.observations  # no noise is known, so none is tolerated
+                self._noise = self.observations  # without noise data, no difference is tolerated
             finally:
                 run.close()
         return self._noise
@@ -299,7 +299,7 @@ class Trials:
     def _turn_steps(self, run: Run) -> int:
         """Return the number of steps in a turn: a whole block if shorter turns would be biased.
 
-        The end of a turn synchronizes with a GPU, and the workers of loaders pause between turns.
+        The end of a turn synchronizes the GPU, and loader workers pause between turns.
         """
         block, facts = self.baseline.steps_per_block, run.observations.facts
         if facts.device != "cpu" or facts.workers:

@@ -77,7 +77,7 @@ def test_budget_is_seconds_or_text(text: str | float, seconds: float) -> None:
         ({"budget": "0s"}, "budget must be seconds"),
         ({"budget": -1}, "budget must be a finite number above 0"),
         ({"objective": "speed"}, "objective must be one of 'throughput', 'memory'"),
-        ({"candidates": ["fusd"]}, "'fusd', not a switch of the tuner; did you mean 'fused'"),
+        ({"candidates": ["fusd"]}, "'fusd', not a built-in switch; did you mean 'fused'"),
         ({"max_slowdown": 0}, "max_slowdown must be"),
         ({"timeout": 0}, "timeout must be"),
     ],

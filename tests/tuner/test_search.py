@@ -14,7 +14,7 @@ Names = tuple[str, ...]
 
 
 class Machine:
-    """Costs are products of factors of switches and of pairs, with noise.
+    """A cost is the product of one factor per switch and per pair, with noise.
 
     Attributes:
         tried: All configurations measured, in order.
@@ -39,7 +39,7 @@ class Machine:
 
     def cost(self, names: Iterable[str]) -> float:
         on = set(names)
-        pairs = math.prod(value for pair, value in self.pairs.items() if pair <= on)
+        pairs = math.prod(factor for pair, factor in self.pairs.items() if pair <= on)
         return math.prod(self.factors[name] for name in on) * pairs
 
     def allows(self, names: Iterable[str]) -> bool:
@@ -114,12 +114,12 @@ def test_multiplying_gains_take_one_extra_trial() -> None:
     ],
     ids=[
         "no gain",
-        "gains with another",
-        "one spoils",
-        "two spoil",
-        "replaced",
-        "adds nothing",
-        "costs a little",
+        "gains only in a pair",
+        "one pair is slow",
+        "two pairs are slow",
+        "one is replaced",
+        "second adds nothing",
+        "third costs a little",
     ],
 )
 def test_best_configuration_is_found(
@@ -150,22 +150,22 @@ def test_uncertain_gain_is_not_chosen() -> None:
 
 
 def test_best_configurations_are_measured_again_once() -> None:
-    """Those with at least the winner's score, or that gain if nothing wins."""
+    """Those that score no worse than the winner; without a winner, those that gain."""
 
-    def following(*repeated: str, **scores: tuple[float, float]) -> Names | None:
+    def next_one(*repeated: str, **scores: tuple[float, float]) -> Names | None:
         search = Search(lambda names: Outcome(1.0), tuple(scores))
         search.outcomes = {(name,): Outcome(*ends) for name, ends in scores.items()}
         search.outcomes |= {(): Outcome(1.0, 1.0), tuple(scores): Outcome(math.inf)}
         return search.next_to_remeasure([(name,) for name in repeated])
 
     undecided = {"a": (0.9, 1.1), "b": (0.86, 1.09), "c": (1.2, 1.5)}
-    assert following(**undecided) == ("b",)
-    assert following("b", **undecided) == ("a",)
-    assert following("a", "b", **undecided) is None
+    assert next_one(**undecided) == ("b",)
+    assert next_one("b", **undecided) == ("a",)
+    assert next_one("a", "b", **undecided) is None
     decided = undecided | {"b": (0.76, 0.77)}
-    assert following(**decided) == ("b",)
-    assert following("b", **decided) is None, "a is worse"
-    assert following("b", **decided | {"a": (0.75, 1.1)}) == ("a",)
+    assert next_one(**decided) == ("b",)
+    assert next_one("b", **decided) is None, "a is worse"
+    assert next_one("b", **decided | {"a": (0.75, 1.1)}) == ("a",)
 
 
 def test_switches_without_gain_are_tried_with_the_best() -> None:
@@ -189,7 +189,9 @@ def test_late_switches_are_tried_last_on_top_of_gains(
     machine = Machine(factors, pairs)
     search = machine.search(late=("compile",))
     assert search.run() == tuple(best.split())
-    assert search.effects["compile"] in (pytest.approx(0.8), math.inf), "its own share"
+    assert search.effects["compile"] in (pytest.approx(0.8), math.inf), (
+        "the effect of compile alone"
+    )
     first_late = next(i for i, names in enumerate(machine.tried) if "compile" in names)
     assert first_late >= len(factors) - 1
 

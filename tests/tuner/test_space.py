@@ -92,9 +92,9 @@ def test_mapping_of_candidates_changes_the_choice() -> None:
 @pytest.mark.parametrize(
     ("candidates", "match"),
     [
-        (["warp drive"], "'warp drive', not a switch of the tuner. It has fused, channels_last,"),
-        ({"warp drive": None}, "not a switch"),
-        (["compile-regions"], "not a switch of the tuner; did you mean 'compile_regions'"),
+        (["warp drive"], "'warp drive', not a built-in switch. It has fused, channels_last,"),
+        ({"warp drive": None}, "not a built-in switch"),
+        (["compile-regions"], "not a built-in switch; did you mean 'compile_regions'"),
         ({"own": {}}, "candidates\\['own'\\] must be Trainer arguments such as {'precision'"),
         ({"own": 3}, "must be Trainer arguments"),
         ("compile", "must be a list or a mapping, got the string 'compile'"),

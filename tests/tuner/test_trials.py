@@ -29,7 +29,7 @@ class Plan:
     loss: Callable[[int], float] = falling
     fails: tuple[int, str] | None = None
     gradient: float = 1.0
-    draws: bool = False  # random numbers that turn the gradient
+    draws: bool = False  # whether random numbers change the gradient
     moved: tuple[str, ...] = ("a", "b")
     room: int = 99  # trainings that may be alive at once
     device: str = "cuda"
@@ -44,7 +44,7 @@ class World:
     plans: dict[Switches, Plan]
     folder: Path
     alive: int = 0
-    busy_from: int = 99  # process from which on the machine is slow
+    busy_from: int = 99  # index of the first process on a slow machine
 
     @property
     def load(self) -> float:
@@ -119,14 +119,14 @@ def run(
         return {switches: trials.measure(switches) for switches in wanted}
     finally:
         baseline.close()
-        assert world.alive == 0, "a process was left behind"
+        assert world.alive == 0, "a process was not closed"
 
 
 def world_of(folder: Path, **plans: Plan) -> World:
     return World({(): Plan(), **{(name,): plan for name, plan in plans.items()}}, folder)
 
 
-def test_trials_have_times_and_memory_of_their_runs(tmp_path: Path) -> None:
+def test_trials_record_time_and_memory_of_their_runs(tmp_path: Path) -> None:
     world = world_of(tmp_path, quick=Plan(0.06, 1500), slow=Plan(0.12), awful=Plan(2.0))
     trials = run(world, [("quick",), ("slow",), ("awful",)])
     quick, slow, awful = trials.values()
@@ -137,7 +137,7 @@ def test_trials_have_times_and_memory_of_their_runs(tmp_path: Path) -> None:
     assert awful.verdict == "too slow"
     assert len(awful.losses) == 5
     assert awful.ratio == pytest.approx(20, rel=0.05)
-    assert (awful.low, awful.high) == (None, None), "some first steps are no interval"
+    assert (awful.low, awful.high) == (None, None), "a few steps give no interval"
     assert {reseed for _, reseed in world.started} == {0}, "no noise run was needed"
 
 
@@ -213,7 +213,7 @@ def test_baseline_failure_raises(tmp_path: Path, when: int, kind: str, message: 
 
 
 @pytest.mark.parametrize("step", [0, 9])
-def test_trial_ends_with_the_budget(tmp_path: Path, step: int) -> None:
+def test_unresponsive_trial_raises_when_the_budget_ends(tmp_path: Path, step: int) -> None:
     world = world_of(tmp_path, a=Plan(fails=(step, "timeout")))
     with pytest.raises(TimeIsUp):
         run(world, [("a",)], deadline=time.monotonic() + 50)
@@ -233,7 +233,7 @@ def test_memory_objective_limits_the_slowdown(tmp_path: Path) -> None:
 
 
 def test_clear_differences_need_the_fewest_rounds(tmp_path: Path) -> None:
-    """At least four: in a slow phase of the machine a gain of 10% has looked like a loss."""
+    """The minimum is four: with fewer, a 10% gain has looked like a loss on a busy machine."""
     world = world_of(tmp_path, half=Plan(0.05), near=Plan(0.095, noise=0.05))
     half, near = run(world, [("half",), ("near",)]).values()
     assert len(half.pairs_by_start[0]) == 4
