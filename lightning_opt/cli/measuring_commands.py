@@ -16,6 +16,7 @@ from lightning_opt.cli.parsing import (
     Job,
     add_options,
     add_preset,
+    chosen_preset,
     given_arguments,
     make_parser,
     parse_job,
@@ -111,7 +112,7 @@ def run_bench(argv: Sequence[str]) -> int:
         ("--preset", str | None, None, "NAMES",
          f"Comma-separated: {PRESETS}. Default: 'basic,advanced', if no --against."),
         ("--without", str | None, None, "NAMES",
-         "Comma-separated parts to exclude from all presets."),
+         "Comma-separated parts to exclude from the presets that have them."),
         ("--against", str | None, None, "FILES",
          "Comma-separated LightningCLI configurations whose trainer section is measured too."),
         ("--seconds", float | None, 120.0, "", "Total time, including startup."),
@@ -146,11 +147,16 @@ def _configurations(parser: LightningArgumentParser, job: Job) -> dict[str, Sett
     """Return the Trainer arguments to compare, by name: plain Lightning, presets, files."""
     options = job.options
     configurations: dict[str, Settings] = {"plain": dict(job.trainer)}
-    for name in split_names(options.preset or (None if options.against else "basic,advanced")):
+    names = split_names(options.preset or (None if options.against else "basic,advanced"))
+    presets = {name: preset_of(name) for name in names}
+    excluded = set(split_names(options.without))
+    parts = {name: {part.name for part in preset.parts} for name, preset in presets.items()}
+    if unknown := excluded.difference(*parts.values()):
+        raise UsageError(f"--without: no preset has {', '.join(sorted(unknown))}.")
+    for name, preset in presets.items():
+        chosen = preset.override(**dict.fromkeys(excluded & parts[name]))
         # Called in the run's process, where the preset excludes unsuitable parts.
-        configurations[name] = partial(
-            preset_arguments, preset_of(name, options.without), job.trainer
-        )
+        configurations[name] = partial(preset_arguments, chosen, job.trainer)
     for path in split_names(options.against):
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path} (--against).")
@@ -255,8 +261,8 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
     fixed = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": all_callbacks}
     folder = {"default_root_dir": job.options.out} if getattr(job.options, "out", None) else {}
     arguments = {**RUN_DEFAULTS, **folder, **given, **fixed}
-    if job.options.preset:
-        preset = preset_of(job.options.preset, job.options.without)
+    preset = chosen_preset(job.options.preset, job.options.without)
+    if preset is not None:
         arguments = preset.trainer_kwargs(**arguments)
     trainer: pl.Trainer = package.Trainer(**arguments)
     trainer.fit(model, data)  # `data` may be a LightningDataModule

@@ -161,6 +161,15 @@ def given_arguments(trainer: Namespace) -> dict[str, Any]:
     return {name: value for name, value in given if value != DEFAULTS[name].default}
 
 
+def chosen_preset(name: str | None, without: str | None) -> Preset | None:
+    """Return the preset of ``--preset`` without the parts of ``--without``; None if not given."""
+    if name is not None:
+        return preset_of(name, without)
+    if without is not None:
+        raise UsageError("--without excludes parts of a preset, so it needs --preset.")
+    return None
+
+
 def preset_of(name: str, without: str | None = None) -> Preset:
     """Return a preset without the comma-separated parts in ``without``."""
     try:
@@ -175,7 +184,8 @@ def split_names(text: str | None) -> list[str]:
 
 def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[str, Any]:
     """Return the job's Trainer arguments, merged with the preset's if one is named."""
-    if name is None:
+    preset = chosen_preset(name, without)
+    if preset is None:
         return dict(job.trainer)
     # Measured runs have no logger by default.
-    return preset_of(name, without).to_dict(**{"logger": False, **job.trainer})
+    return preset.to_dict(**{"logger": False, **job.trainer})

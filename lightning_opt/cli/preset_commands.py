@@ -10,6 +10,7 @@ from lightning_opt.cli.main import OK, UsageError
 from lightning_opt.cli.parsing import (
     HelpFormatter,
     add_preset,
+    chosen_preset,
     given_arguments,
     hide_all,
     preset_of,
@@ -67,9 +68,9 @@ def fit_class(base: Any) -> Any:
             config = self.config.fit
             # Removed: a plain LightningCLI could not read a saved configuration with them.
             name, without = config.pop("preset"), config.pop("without")
-            if name is None:
+            preset = chosen_preset(name, without)
+            if preset is None:
                 return super().instantiate_trainer(**kwargs)
-            preset = preset_of(name, without)
             instances = self.config_init.fit.trainer
             given = {name: instances[name] for name in given_arguments(config.trainer)}
             entries = {"callbacks": config.trainer.as_dict()["callbacks"]}

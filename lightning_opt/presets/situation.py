@@ -6,14 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_opt.trainer.lightning import PACKAGES, Accelerator, ModelParallelStrategy
-
-if TYPE_CHECKING:
-    pass
 
 
 def as_list(given: Any) -> list[Any]:

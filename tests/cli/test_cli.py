@@ -108,6 +108,8 @@ def test_help_lists_commands_examples_and_own_options(capsys):
         (["tune", "PROJECT"], "name a class in it: PROJECT:Small, PROJECT:SmallData"),
         (["tune", *TARGETS, "--candidates", "bf16,compil"], "did you mean 'compile'?"),
         (["bench", *TARGETS, "--against", "no.yaml"], "There is no file no.yaml"),
+        (["bench", *TARGETS, "--without=Runtime,Runtim"], "--without: no preset has Runtim."),
+        (["profile", *TARGETS, "--without=Runtime"], "so it needs --preset."),
         (["profile", *TARGETS, "--trainer.max_steps=3"], "--steps sets the number"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
         (["bench", *TARGETS, "--model.widht", "3"], "Small: Option 'widht' is not accepted."),

@@ -372,9 +372,9 @@ def growth(known: Shapes, other: Shapes) -> float:
     element_growth = elements[1] / max(1, elements[0])
     if [*map(len, known)] != [*map(len, other)]:
         return max(1.0, element_growth) ** 2
-    dimension_growth = (
+    dimension_growth = [
         size / max(1, before)
         for shape, known_shape in zip(other, known, strict=True)
         for size, before in zip(shape, known_shape, strict=True)
-    )
-    return element_growth * max(1.0, *dimension_growth) if known else 1.0
+    ]
+    return element_growth * max([1.0, *dimension_growth]) if known else 1.0

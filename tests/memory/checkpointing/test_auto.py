@@ -19,6 +19,7 @@ from lightning_opt.memory.checkpointing.activation_checkpointing import Activati
 from lightning_opt.memory.checkpointing.batch_plan import (
     BudgetError,
     batch_shapes,
+    growth,
     solve,
 )
 from lightning_opt.memory.checkpointing.policies import AppliedPlan
@@ -174,6 +175,7 @@ def test_shapes_of_any_batch_structure_are_found() -> None:
     x = torch.zeros(2, 3)
     batches = x, {"x": [x]}, UserDict(input_ids=x), Pair(x)  # Transformers' batches are UserDicts
     assert [batch_shapes(batch) for batch in batches] == [((2, 3),)] * 4
+    assert growth(batch_shapes(torch.zeros(())), batch_shapes(torch.ones(()))) == 1.0
 
 
 class Attention(nn.Module):
