@@ -194,7 +194,7 @@ def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
 def _read_memory(folder: Path) -> tuple[int, int] | None:
     for limit_file, used_file, inactive in MEMORY_FILES:
         limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
-        if limit.isdigit() and int(limit) < NO_LIMIT:  # otherwise "max", or no file
+        if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT:  # "max" is none
             statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
             # The kernel drops inactive file caches before it kills a process, so they are free.
             return max(0, int(used) - int(statistics.get(inactive, 0))), int(limit)
