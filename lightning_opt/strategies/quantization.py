@@ -133,7 +133,7 @@ quantizer = cache(Quantizer)
 
 def main(bits: int, block: int, folder: str) -> None:
     """Compile both functions for any number of rows, and write them to a folder."""
-    os.nice(19)
+    os.nice(10)
     torch.set_num_threads(16)  # for one thread, no parallel loop is written
     functions, rows = Quantizer(bits, block).eager, torch.randn(2**20 // block, block)
     inputs = {"encode": (rows,), "decode": (rows, *functions.encode(rows))}

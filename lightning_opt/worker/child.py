@@ -61,8 +61,12 @@ STARTUP_PREFIXES = (
     "PYTORCH", "TORCH",
 )  # fmt: skip
 """Prefixes of variables that Python or a library may read only when it starts. A fork ignores
-changes since the start of the server. ``PYTHONPATH`` is excluded: a run sets its own ``sys.path``.
+changes since the start of the server.
 """
+
+READ_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables with these prefixes that a fork does not ignore: a run sets its own ``sys.path``, and
+torch sets its folder of compiled code when it first compiles."""
 
 _lock = threading.Lock()
 _startup_variables_of_server: dict[str, str] = {}
@@ -105,7 +109,7 @@ def _context(environment: dict[str, str], module: str) -> Any:
         read_at_start = {
             name: value
             for name, value in environment.items()
-            if name.startswith(STARTUP_PREFIXES) and name != "PYTHONPATH"
+            if name.startswith(STARTUP_PREFIXES) and name not in READ_LATER
         }
         if _startup_variables_of_server in ({}, read_at_start):
             context = multiprocessing.get_context("forkserver")

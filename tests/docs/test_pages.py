@@ -11,8 +11,6 @@ import pytest
 
 import lightning_opt as lo
 from tests.docs.pages import DOCS, ROOT
-from tests.matrix import record
-from tests.matrix.cells import PRECISIONS, STEPS, STRATEGIES
 from tests.matrix.subjects import find_subjects
 
 
@@ -41,29 +39,6 @@ def test_generated_parts_are_current(pages):
 def references(pages) -> ModuleType:
     """The module ``docs/references.py``."""
     return sys.modules["references"]
-
-
-def test_only_first_mention_of_a_torch_name_is_linked(references):
-    compiled = references.address_of("torch.compile")
-    kept = "# torch.compile\n\n```python\ntorch.compile(model)\n```\n[of `torch.compile`](a.md)\n"
-    assert references.link_names(kept) == kept
-    text = "With `torch.compile(model)`, and torch.compile again; `my.compile` and mytorch.compile."
-    linked = references.link_names(text)
-    assert linked == text.replace("`torch.compile(model)`", f"[`torch.compile(model)`]({compiled})")
-    assert references.link_names(linked) == linked
-    assert "[FSDP2](https://docs.pytorch.org/" in references.link_names("Under FSDP2 it works.")
-
-
-def test_docstrings_link_names_of_torch_and_lightning(references):
-    lines = ["Calls ``torch.compile`` and", "``sdpa_kernel(...)``, not ``compile``."]
-    references.cross_reference(lines)
-    assert lines == [
-        "Calls :py:obj:`torch.compile <torch.compile>` and",
-        ":py:obj:`sdpa_kernel(...) <torch.nn.attention.sdpa_kernel>`, not ``compile``.",
-    ]
-    defined = references.defined_name("lightning.pytorch.strategies.ddp.DDPStrategy")
-    assert defined == "lightning.pytorch.strategies.DDPStrategy"
-    assert references.defined_name("transformers.Trainer") is None
 
 
 def test_names_of_torch_and_lightning_exist_and_have_an_address(references):
@@ -96,25 +71,6 @@ def test_the_decision_table_names_every_feature_page(pages):
     index = (DOCS / "index.md").read_text()
     table = index[: index.index("What holds for every feature")]
     assert [name for name in pages.feature_pages() if f"({name}.md)" not in table] == []
-
-
-def test_the_matrix_shows_every_cell(pages):
-    rows = record.read()
-    text = pages.matrix_tables(rows)
-    assert text.count("\n### ") + 1 == len(STRATEGIES) + 2
-    text = text.partition("### What the features have to do")[0]
-    shown = dict.fromkeys(("=", "≈", "≠", "✗", "!"), 0)
-    for line in re.findall(r"^\| `.*\|$", text, re.M):
-        for sign in shown:
-            shown[sign] += sum(sign in part for part in line.split("` |")[1].split())
-    cells = [cell for row in rows.values() for cell in row["cells"].values()]
-    assert shown["="] == cells.count("identical")
-    assert shown["≈"] == cells.count("close")
-    assert shown["≠"] == cells.count("changed")
-    assert shown["✗"] == sum(cell.startswith("refused: ") for cell in cells)
-    assert shown["!"] == 0
-    assert tuple(pages.STEPS) == tuple(sorted(STEPS, key=tuple(pages.STEPS).index))
-    assert pages.PRECISIONS == PRECISIONS
 
 
 def test_benchmarks_page_shows_every_record_with_machine_and_script(pages):

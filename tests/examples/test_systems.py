@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from tests.examples.conftest import EXAMPLES
 
@@ -37,17 +36,6 @@ def test_vision_runs_agree_and_optimisations_are_active(load: Load) -> None:
     assert "FusedOptimizer: the optimizer is fused." in notes
     assert "SDPA: backend 'flash' serves." in notes
     assert "CompileModel: compiled in" in notes
-
-
-def test_cached_and_recomputed_rotary_positions_are_equal(load: Load) -> None:
-    vision = load("vision_attention")
-    codes = torch.randn(2, 4, 64, 32)
-    original, optimised = vision.Round(32, 4, False, False), vision.Round(32, 4, True, True)
-    torch.testing.assert_close(original.rotary(codes), optimised.rotary(codes), atol=1e-5, rtol=0)
-    assert not torch.allclose(original.rotary(codes), codes)
-    optimised.load_state_dict(original.state_dict())
-    x = torch.randn(2, 64, 32)
-    torch.testing.assert_close(original(x), optimised(x), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -105,36 +93,6 @@ def test_each_distance_is_computed_once_and_weights_are_equal(load: Load) -> Non
     assert cached["computed"] == first["computed"] <= 9 * 8 // 2
     assert second["computed"] == 0  # the first run saved them on disk
     assert all(row["same weights"] for row in report.rows)
-
-
-def test_distance_is_the_earth_movers_distance_of_the_ink(load: Load) -> None:
-    pairwise = load("pairwise_distance")
-
-    def image(**ink: int) -> bytes:
-        grey = [0] * 64
-        for place, value in ink.items():
-            grey[8 * int(place[1]) + int(place[2])] = value
-        return bytes(grey)
-
-    distance = pairwise.earth_movers_distance
-    assert distance(image(p00=5), image(p34=9)) == pytest.approx(5.0)  # 3 down, 4 to the right
-    # Half of the ink moves by one pixel; amounts are normalised.
-    assert distance(image(p11=2, p12=2), image(p11=7, p13=7)) == pytest.approx(0.5)
-    assert distance(image(p11=2, p12=6), image(p11=2, p12=6)) == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize("samples", [8, 9, 10, 11, 12, 2])
-def test_every_batch_is_even(samples: int, load: Load) -> None:
-    pairwise = load("pairwise_distance")
-    order = torch.utils.data.DistributedSampler(range(samples), num_replicas=1, rank=0)
-    batches = pairwise.EvenBatches(order, 4)
-    drawn = list(batches)
-    assert len(drawn) == len(batches)
-    assert all(len(batch) % 2 == 0 for batch in drawn)
-    # At most one sample is skipped.
-    assert [place for batch in drawn for place in batch] == list(order)[: samples // 2 * 2]
-    with pytest.raises(ValueError, match="batch_size must be even"):
-        pairwise.EvenBatches(order, 5)
 
 
 # --- curvature ------------------------------------------------------------------------------------

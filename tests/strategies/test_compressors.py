@@ -174,6 +174,7 @@ def test_float64_keeps_its_precision():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # the compiling process has a low priority
 def test_compiled_quantization_gives_the_same_bits():
     compiled, eager = Quantizer(4, 128), Quantizer(4, 128)
     random_state = torch.get_rng_state()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from multiprocessing import connection, spawn
 from types import SimpleNamespace
@@ -23,8 +24,9 @@ def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch
     assert child._context(dict(os.environ), "json").get_start_method() == "spawn"
 
 
-def test_main_script_is_not_run_again() -> None:
+def test_main_script_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script without a main guard would start its processes again in each of them."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     keys = {"init_main_from_name", "init_main_from_path"}
     assert keys & spawn.get_preparation_data("name").keys()
     with child._without_main_script():

@@ -319,23 +319,6 @@ def test_clipping_and_the_guard_get_unscaled_gradients(fused):
     assert not torch.allclose(unclipped.layers[0].weight, net.layers[0].weight, atol=1e-3)
 
 
-def test_manual_optimisation_matches_automatic():
-    class Manual(Net):
-        def __init__(self) -> None:
-            super().__init__(10, {3: 1e30})
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
-
-    net, expected = Manual(), Net(10, {3: 1e30})
-    assert fit(net, lo.DynamicLossScale()) == fit(expected, lo.DynamicLossScale())
-    assert_same_weights(net, expected)
-
-
 # --- life cycle and errors ----------------------------------------------------------------------
 
 

@@ -422,26 +422,11 @@ def test_short_spikes_do_not_widen_the_y_axis(spikes):
     assert axes.get_legend().get_texts()[0].get_text() == "loss, up to 1e+12"
 
 
-@pytest.mark.parametrize("decades", [2, 5, 30])
-def test_y_axis_of_many_decades_has_three_to_eight_labels(decades):
-    points = [(step, 10.0 ** (-step * decades / 100)) for step in range(100)]
-    axes = draw("Loss and gradient norm", Data({"loss": points})).axes[0]
-    low, high = axes.get_ylim()
-    assert axes.get_yscale() == "log"
-    assert 3 <= len([tick for tick in axes.get_yticks() if low <= tick <= high]) <= 8
-
-
 def test_x_axis_spans_the_run_in_every_picture():
     series = {"loss": [(0, 1.0), (500, 1.0)], "accumulation/batches": [(3, 2.0)]}
     for title in ("Loss and gradient norm", "Batch sizes and communication"):
         axes = draw(title, Data(series, [(510, "out of memory")])).axes[-1]
         assert axes.get_xlim() == pytest.approx((-5.1, 515.1))
-
-
-def test_events_are_counted_in_the_legend():
-    events = [(3.0, "skip"), (4.0, "skip"), (5.0, "rollback"), (6.0, "unknown")]
-    figure = draw("Loss and gradient norm", Data({"loss": [(1, 2.0), (9, 1.0)]}, events))
-    assert legend_of(figure) == ["loss", "skipped (2)", "rolled back (1)"]
 
 
 @pytest.mark.parametrize("count", [1, 300])
