@@ -1,7 +1,6 @@
 """Generated pages are current and complete, and the navigation lists every page."""
 
 import importlib.util
-import json
 import pkgutil
 import re
 import sys
@@ -71,18 +70,6 @@ def test_the_decision_table_names_every_feature_page(pages):
     index = (DOCS / "index.md").read_text()
     table = index[: index.index("What holds for every feature")]
     assert [name for name in pages.feature_pages() if f"({name}.md)" not in table] == []
-
-
-def test_benchmarks_page_shows_every_record_with_machine_and_script(pages):
-    text = pages.benchmark_tables()
-    for file in (ROOT / "benchmarks/results").glob("*.json"):
-        content = json.loads(file.read_text())
-        if "rows" in content:
-            assert f"### {content['title']}\n" in text
-            assert pages.script_of(file.stem), f"no script writes {file.name}"
-            assert content["machine"]["torch"] in text
-    assert "### More" not in text
-    assert "## More" not in text, "the script of a record is in no area's folder"
 
 
 def test_every_export_has_a_page_and_a_docstring(pages):
