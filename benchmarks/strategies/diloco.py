@@ -132,9 +132,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += rows_of(ranks, network, found)
         notes = [
             "`step`: time of a step, as a ratio to training without a network; medians over rounds "
-            f"of the mean over {WINDOWS} windows, after {WARMUP} others. `fewer bytes`: what a ring all-reduce of the "
-            "gradients would send in a step, as a ratio to what leaves the interface, headers and "
-            f"all. diloco_streaming: {STREAMING}."
+            f"of the mean over {WINDOWS} windows, after {WARMUP} others. `fewer bytes`: what a "
+            "ring all-reduce of the gradients would send in a step, as a ratio to what leaves the "
+            f"interface, headers and all. diloco_streaming: {STREAMING}."
         ]
         title = "A step of DiLoCo with 33.6 MB of weights, compared with no network at all"
         publish("diloco", lo.Report(title, rows, notes), arguments, found=raw)
