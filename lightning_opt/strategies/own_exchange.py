@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import functional
 
 from lightning_opt.core.modules.sharding import CustomExchange, flat_parameter_groups, is_dtensor
 from lightning_opt.trainer.lightning import BaseDDPStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+PIECE_BYTES = 2**18
+"""Bytes per message: gloo sends a large message first in one direction and then in the other."""
+
+
+def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row ``i`` to process ``i``, and return the rows that the processes sent to this one."""
+    works, received = start_all_to_all(rows, group)
+    for work in works:
+        work.wait()
+    return received()
+
+
+def start_all_to_all(
+    rows: Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[list[dist.Work], Callable[[], Tensor]]:
+    """Start :func:`all_to_all`; return its works, and a function for the rows when all are done."""
+    count, row = rows.shape
+    pieces = max(1, row // PIECE_BYTES) if rows.device.type == "cpu" else 1
+    size = -(-row // (8 * pieces)) * 8  # aligned, as scales within a message must be
+    padded = functional.pad(rows, (0, pieces * size - row))
+    sent = padded.view(count, pieces, size).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    works = [
+        dist.all_to_all_single(into, piece, group=group, async_op=True)
+        for into, piece in zip(received, sent, strict=True)
+    ]
+    return works, lambda: received.transpose(0, 1).reshape(count, -1)[:, :row]
 
 
 class OwnExchangeStrategy(CustomExchange, BaseDDPStrategy):

@@ -19,11 +19,12 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.compressors import Codec, Compressor, Quantize
+from lightning_opt.strategies.own_exchange import all_to_all, start_all_to_all
 from lightning_opt.strategies.packing import (
     any_flag,
     is_finite,
@@ -158,7 +159,6 @@ class GatherExchange(Exchange):
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         codec, gathered = self._codec, self._gathered
         encode(codec, self.residual.pending, self._begin_step())
-        work = all_gather(gathered.view(-1), codec.message, async_op=True)
 
         def finish(future: Future[list[Tensor]]) -> Tensor:
             future.value()  # raises its error, such as a lost rank
@@ -168,7 +168,20 @@ class GatherExchange(Exchange):
                 codec.decompress_add(message, gradient, scale / self._world)
             return gradient
 
-        future: Future[Tensor] = work.get_future().then(finish)
+        future: Future[Tensor]
+        if not reads_are_free(gradient.device):
+            work = all_gather(gathered.view(-1), codec.message, async_op=True)
+            future = work.get_future().then(finish)
+            return future
+        works, received = start_all_to_all(codec.message.expand(self._world, -1))
+
+        def finish_pieces(pieces: Future[list[Future[list[Tensor]]]]) -> Tensor:
+            for piece in pieces.value()[:-1]:
+                piece.value()
+            gathered.copy_(received())
+            return finish(pieces.value()[-1])
+
+        future = collect_all([work.get_future() for work in works]).then(finish_pieces)
         return future
 
     @property
@@ -189,9 +202,9 @@ class TwoStageExchange(Exchange):
     Args:
         compressor: Compresses the messages of both stages.
         residual: See :class:`Exchange`.
-        group: A process group that nothing else uses: the second stages of all buckets must be
-            launched in the same order on all ranks.
-        worker: One thread, the same for all buckets, which runs the second stages in order.
+        group: A process group that nothing else uses: the stages of all buckets must be launched in
+            the same order on all ranks.
+        worker: One thread, the same for all buckets, which runs the stages in order on a CPU.
     """
 
     def __init__(
@@ -218,20 +231,19 @@ class TwoStageExchange(Exchange):
         self.sent_bytes = 2 * (world - 1) * self._codec.nbytes
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        codec, on_cpu, non_finite = self._codec, reads_are_free(gradient.device), self._begin_step()
+        codec, non_finite = self._codec, self._begin_step()
         for codec.message, shard in zip(self._sent, self._shards, strict=True):
             encode(codec, self.residual.pending[shard], non_finite)
-        # On a CPU only the worker uses `self._group`: gloo needs one order of calls on all ranks.
-        work = dist.all_to_all_single(
-            self._received, self._sent, group=None if on_cpu else self._group, async_op=True
-        )
-
-        def finish(first_stage: Future[list[Tensor]]) -> Tensor:
-            first_stage.value()  # raises its error
-            return self._finish(gradient, scale)
-
         future: Future[Tensor]
-        if not on_cpu:
+        if not reads_are_free(gradient.device):
+            work = dist.all_to_all_single(
+                self._received, self._sent, group=self._group, async_op=True
+            )
+
+            def finish(first_stage: Future[list[Tensor]]) -> Tensor:
+                first_stage.value()  # raises its error
+                return self._finish(gradient, scale)
+
             # torch calls `finish` now, on a stream that waits for the first stage.
             future = work.get_future().then(finish)
             return future
@@ -239,7 +251,7 @@ class TwoStageExchange(Exchange):
 
         def run() -> None:
             try:
-                work.wait()
+                self._received.copy_(all_to_all(self._sent, self._group))
                 future.set_result(self._finish(gradient, scale))
             except Exception as error:  # noqa: BLE001 - DDP raises it in the backward pass
                 future.set_exception(error)  # type: ignore[arg-type]
@@ -259,7 +271,11 @@ class TwoStageExchange(Exchange):
             codec.decompress_add(message, mean, 1.0 / self._world)
         codec.message = self._mean_message
         codec.compress(mean)
-        all_gather(self._gathered.view(-1), codec.message, group=self._group)
+        if reads_are_free(gradient.device):
+            rows = codec.message.expand(self._world, -1)
+            self._gathered.copy_(all_to_all(rows, self._group))
+        else:
+            all_gather(self._gathered.view(-1), codec.message, group=self._group)
         for shard, message in zip(self._shards, self._gathered, strict=True):
             codec.decompress_add(message, zero_or_nan(gradient[shard], skipped), scale)
         return gradient

@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.strategies.compressors import Quantize
+from lightning_opt.strategies.own_exchange import all_to_all
 from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
-
-MESSAGE_BYTES = 2**18
-"""Bytes per message: gloo sends a large message first in one direction and then in the other."""
 
 CODECS = {"int8": Quantize(bits=8), "int4": Quantize(bits=4, block=128), "float32": None}
 
@@ -130,7 +128,7 @@ def _average_compressed(
             write_flag(codec.message, not finite)
             if finite:
                 codec.compress(shard)
-        received = _all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
+        received = all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
         messages = [message for message in received if not any_flag(message)]
         total = torch.zeros_like(shards[replicas.index])
         for message in messages:
@@ -141,7 +139,7 @@ def _average_compressed(
             codec.compress(total)
             # The unsent rest of the mean.
             shards[replicas.index].add_(total, alpha=count)
-        gathered.copy_(_all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
+        gathered.copy_(all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
     if replicas.local_group is not None:
         dist.broadcast(gathered, group=replicas.local_group, group_src=0)
@@ -157,22 +155,6 @@ def _average_compressed(
 def _shards(flat: Tensor, size: int, count: int) -> list[Tensor]:
     """Return views of ``size`` elements; the last ones may be shorter, or empty."""
     return [flat[number * size : (number + 1) * size] for number in range(count)]
-
-
-def _all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send row ``i`` to process ``i``, and return the rows that the processes sent to this one."""
-    count, row = rows.shape
-    pieces = max(1, row // MESSAGE_BYTES) if rows.device.type == "cpu" else 1
-    size = -(-row // (8 * pieces)) * 8  # aligned, as scales within a message must be
-    padded = functional.pad(rows, (0, pieces * size - row))
-    sent = padded.view(count, pieces, size).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    for work in [
-        dist.all_to_all_single(into, piece, group=group, async_op=True)
-        for into, piece in zip(received, sent, strict=True)
-    ]:
-        work.wait()
-    return received.transpose(0, 1).reshape(count, -1)[:, :row]
 
 
 def _message_device(tensor: Tensor) -> torch.device:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.strategies.diloco import exchange as module
+from lightning_opt.strategies import own_exchange
 from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, exchange, make_groups
 from tests.helpers.processes import launch
 
@@ -92,7 +92,7 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     among, outcomes, send = replicas(), [], Mock(wraps=dist.all_to_all_single)
     monkeypatch.setattr(dist, "all_to_all_single", send)
     for piece in (10**9, 1000):
-        monkeypatch.setattr(module, "MESSAGE_BYTES", piece)
+        monkeypatch.setattr(own_exchange, "PIECE_BYTES", piece)
         residual = torch.zeros(5000)
         mean, _, _ = exchange(pseudo_gradient_of(among.index), residual, among, "int8")
         outcomes.append([mean, residual])
