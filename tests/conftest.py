@@ -11,6 +11,7 @@ import logging
 import multiprocessing.process
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,11 +155,13 @@ def nothing_frozen() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _default_torch_settings() -> Iterator[None]:
-    """Seed, and reset afterwards what ``seed_everything`` and a deterministic Trainer leave set."""
+def _default_settings() -> Iterator[None]:
+    """Seed, and reset what earlier tests and ``seed_everything`` leave set."""
     import torch
 
     torch.manual_seed(0)
+    if registry := sys.modules.get("lightning_opt.presets.registry"):
+        registry._builders = dict(registry.BUILT_IN)  # doctests and other tests register presets
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # loaders of later tests follow them
         os.environ.pop(name, None)

@@ -1,7 +1,6 @@
 """Registered presets of users."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,18 +8,10 @@ import yaml
 from lightning.pytorch import Callback
 
 import lightning_opt as lo
-from lightning_opt.presets import registry
+from lightning_opt.presets.registry import preset_names
 from lightning_opt.worker.recipes import class_named
 from tests.helpers.models import SmallNet
 from tests.helpers.trainers import quiet_trainer
-
-
-@pytest.fixture(autouse=True)
-def _registry_restored() -> Iterator[None]:
-    before = dict(registry._builders)
-    yield
-    registry._builders.clear()
-    registry._builders.update(before)
 
 
 class Mine(Callback):
@@ -46,7 +37,7 @@ def test_registered_preset_trains_and_takes_overrides():
     with pytest.raises(ValueError, match="'basic' is a preset of lightning_opt"):
         lo.register_preset("basic", team)
     lo.register_preset("team", team)
-    assert "team" in registry.preset_names()
+    assert "team" in preset_names()
     preset = lo.preset("team", Mine={"words": 7})
     trainer = quiet_trainer(**{"logger": False, **preset.trainer_kwargs()})
     trainer.fit(SmallNet())

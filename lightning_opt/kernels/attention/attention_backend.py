@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.backends import cuda
 from torch.nn import functional
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.patching import replaced
@@ -206,7 +205,7 @@ class CallRecorder:
         backend = _backend_of(arguments, scale, enable_gqa)
         preferred = [*takewhile(lambda name: name != backend, BACKENDS.values())]
         reasons = [
-            f"{name}: {_reason_not_used(name, (*arguments, enable_gqa))}" for name in preferred
+            f"{name}: {_reason_not_used(name, arguments, scale, enable_gqa)}" for name in preferred
         ]
         self._rows[kind] = {
             "backend": backend,
@@ -237,21 +236,26 @@ def _backend_of(arguments: tuple[Any, ...], scale: float | None, grouped: bool) 
     return BACKENDS.get(int(choice), f"number {int(choice)}")
 
 
-def _reason_not_used(name: str, arguments: tuple[Any, ...]) -> str:
+def _reason_not_used(
+    name: str, arguments: tuple[Any, ...], scale: float | None, grouped: bool
+) -> str:
     """Return the reason why the preferred backend ``name`` is not used for a call."""
-    device_type = arguments[0].device.type
-    if device_type == "cpu":
-        return "supports no dropout and not every mask" if name == "flash" else "not for CPUs"
-    if device_type != "cuda":
-        return f"torch gives no reason on {device_type}"
-    can_use = getattr(cuda, f"can_use_{name}_attention", None)
-    if can_use is None:
-        return "not in this version of torch"
-    with warnings.catch_warnings(record=True) as caught:  # torch's reasons are warnings
+    if arguments[0].device.type == "cpu" and name != "flash":
+        return "not for CPUs"
+    (backend,) = (SDPBackend(number) for number, other in BACKENDS.items() if other == name)
+    # If no other backend is allowed, torch raises an error, and its reasons are warnings.
+    # (`torch.backends.cuda.can_use_flash_attention` prints them to the process's standard error.)
+    with warnings.catch_warnings(record=True) as caught, sdpa_kernel(backend):
         warnings.simplefilter("always")
-        usable = can_use(cuda.SDPAParams(*arguments), True)
-    if usable:
-        return "it could, but this version of torch prefers another"
-    # Each warning ends with its position in torch's source; remove that.
-    texts = [str(warning.message).partition(" (Triggered")[0].strip() for warning in caught]
-    return " ".join(dict.fromkeys(text for text in texts if text)) or "torch gives no reason"
+        if _backend_of(arguments, scale, grouped) == name:
+            return "it could, but this version of torch prefers another"
+    reasons: list[str] = []
+    section = ""
+    for warning in caught:
+        # Each warning ends with its position in torch's source; remove that.
+        text = str(warning.message).partition(" (Triggered")[0].strip()
+        if text.endswith("not used because:"):
+            section = text.lower()
+        elif name in section:
+            reasons.append(text)
+    return " ".join(dict.fromkeys(reasons)) or "torch gives no reason"

@@ -135,12 +135,16 @@ def set_allocator(option: str, device: torch.device) -> Undo:
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None or not sys.platform.startswith("linux"):
         raise NotSetError("it needs Linux and torch 2.9 or newer")
-    present = str(torch._C._accelerator_getAllocatorSettings())
+    present = str(getattr(torch._C, "_accelerator_getAllocatorSettings", _settings_before_2_12)())
     if option in present:
         raise NotSetError(f"it is set to {present} already")
     # The allocator resets options that are missing, so the present ones are repeated.
     configure(f"{present},{option}:True" if present else f"{option}:True")
     return partial(configure, present or f"{option}:False")
+
+
+def _settings_before_2_12() -> str:
+    return str(torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
 
 
 def set_threads(number: int, device: torch.device) -> Undo:

@@ -53,11 +53,11 @@ class _Keep(torch.autograd.Function):
 class _Call(NamedTuple):
     run: Run
     leaves: list[Any]
-    kept: Any  # the node of `_Keep`; None if no input is from outside
+    kept: Any  # the output of `_Keep`; None if no input is from outside
     autocast: list[dict[str, Any]]
 
     def repeat(self, outputs: list[list[Tensor]]) -> Any:
-        kept = () if self.kept is None else self.kept.saved_tensors
+        kept = () if self.kept is None else self.kept.grad_fn.saved_tensors
         leaves = list(self.leaves)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, _Input):
@@ -118,11 +118,12 @@ class Segment:
                 if places[index] is None:
                     places[index] = _Input(None, len(kept), leaf.requires_grad)
                     kept.append(leaf.detach())  # its graph may reference this segment
-        node = None
+        keeper = None
         if kept:
             anchor = torch.empty(0, requires_grad=True)  # makes autograd create a node
-            node = _Keep.apply(anchor, *kept).grad_fn  # type: ignore[no-untyped-call]
-        self._calls.append(_Call(run, places, node, _autocast_settings(run.devices)))
+            # The tensor, since in older versions of torch its node alone frees what it saved.
+            keeper = _Keep.apply(anchor, *kept)  # type: ignore[no-untyped-call]
+        self._calls.append(_Call(run, places, keeper, _autocast_settings(run.devices)))
         with saved_tensors_hooks(self._pack, self._unpack):
             output = run(*leaves)
         self._outputs.append([(ref(tensor), tensor._version) for tensor in tensors_of(output)])

@@ -136,7 +136,8 @@ def test_every_batch_arrives_complete_on_gpu(pinned, caplog):
     model = Net()
     data = DataLoader(Rows(400), batch_size=4, pin_memory=pinned)
     with caplog.at_level(logging.WARNING):
-        quiet_trainer(callbacks=[prefetcher], accelerator="gpu").fit(model, data)
+        trainer = quiet_trainer(callbacks=[prefetcher], accelerator="gpu", limit_val_batches=0)
+        trainer.fit(model, data)
     expected = [sum(range(4 * i, 4 * i + 4)) for i in range(100)]
     assert [value.item() for value in sums] == expected
     assert prefetcher.copies == 100

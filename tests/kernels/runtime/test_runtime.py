@@ -146,8 +146,16 @@ def test_invalid_arguments_raise_in_init(asked):
 
 @pytest.mark.gpu
 def test_settings_are_applied_on_gpu():
-    callback = lo.Runtime()
-    quiet_trainer(callbacks=[callback], accelerator="gpu").fit(SmallNet())
+    class Segments(Callback):
+        def on_train_batch_end(self, *args):
+            seen.append(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+    seen: list[bool] = []
+    callback, before = lo.Runtime(), state()
+    quiet_trainer(callbacks=[callback, Segments()], accelerator="gpu").fit(SmallNet())
+    Segments().on_train_batch_end()
     rows = {row["setting"]: row for row in callback.report().rows}
-    assert rows["allocator"]["set"] or rows["allocator"]["note"]
     assert rows["cudnn_benchmark"]["set"]
+    assert rows["allocator"]["set"], rows["allocator"]["note"]
+    assert seen == [True] * (len(seen) - 1) + [False]
+    assert state() == before
