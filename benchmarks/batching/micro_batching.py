@@ -8,8 +8,9 @@ Four tables, the first three of which support claims.
 - Survival: trainings under a limited address space with random limits, lengths and batch sizes, in
   processes of their own, where memory runs out in the forward pass, in the loss or in the backward
   pass. Each is compared with the run without a limit: weights, and the samples trained on.
-  ``--trainings`` says how many. On a GPU the share of its memory is limited, and ten trainings
-  share a process.
+  ``--trainings`` says how many. On a GPU all trainings run in one process, for ``GPU_SECONDS`` at
+  most, and limit the memory of torch's allocator, to between the peak with single samples and the
+  peak with whole batches.
 - Pairs: the same on two ranks of DDP, of which one alone has a limit. ``--pairs`` says how many.
 - Regrowth: the throughput if one batch in a hundred is eight times longer and does not fit, next to
   a fixed size tuned by hand, halving without regrowth (as Composer does) and a run without a limit.
@@ -18,6 +19,7 @@ Four tables, the first three of which support claims.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import multiprocessing
@@ -46,11 +48,14 @@ from benchmarks.batching.hog import (
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes
-from lightning_opt.core.measure.memory import malloc_trim
+from lightning_opt.core.measure.memory import MB, malloc_trim
 from lightning_opt.core.measure.timing import wait_for
 
 TIMEOUT = 120.0
 """Seconds after which a process counts as hung."""
+
+GPU_SECONDS = 42.0
+"""Seconds after which no further training under a limit starts on a GPU."""
 
 
 def quiet_trainer(**settings: Any) -> L.Trainer:
@@ -129,14 +134,13 @@ def measure_cost(
 # --- survival -----------------------------------------------------------------------------------
 
 
-def survive(seeds: list[int], device: str, queue: Any) -> None:
-    """Put the ends of training runs into the queue."""
-    queue.put([train_under_limit(seed, device) for seed in seeds])
+def survive(seed: int, queue: Any) -> None:
+    """Put the end of a training run on the CPU into the queue."""
+    queue.put(train_under_limit(seed, "cpu"))
 
 
 def train_under_limit(seed: int, device: str) -> dict[str, Any]:
     """Train without a limit, then bare and with MicroBatching under one; return how it ended."""
-    limit = limit_address_space if device == "cpu" else limit_device
     accelerator = "cpu" if device == "cpu" else "gpu"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -147,28 +151,54 @@ def train_under_limit(seed: int, device: str) -> dict[str, Any]:
     accumulate = draw.choice([1, 3])
 
     def train(*callbacks: L.Callback) -> tuple[Sequences, str]:
+        if device != "cpu":
+            reset_gpu()
         model = Sequences(batches, where, 240)
         trainer = quiet_trainer(
             callbacks=list(callbacks), accumulate_grad_batches=accumulate, accelerator=accelerator
         )
         try:
             trainer.fit(model)
-        except MemoryError as error:
-            return model, "one clear error" if "Even one sample" in str(error) else str(error)
-        except RuntimeError as error:
-            return model, str(error)
+        except (MemoryError, RuntimeError) as error:
+            return model, f"{type(error).__name__}: {error}"
         return model, "completed"
 
     micro = lo.MicroBatching()  # imports its modules, which take up to 10 MB
     free, _ = train()
-    limit(room)
+    found: dict[str, Any] = {"seed": seed, "where": where}
+    if device == "cpu":
+        limit_address_space(room)
+    else:
+        # A fixed room would not do: matrix products alone keep 64 MiB of workspaces on an H100.
+        whole = torch.cuda.max_memory_allocated() / MB
+        train(lo.MicroBatching(1))
+        single = torch.cuda.max_memory_reserved() / MB
+        limit = single + (room - 4.0) / 116.0 * (whole - single)
+        reset_gpu()
+        limit_device(limit - torch.cuda.memory_reserved() / MB)
+        sizes = {"limit MiB": limit, "one sample MiB": single, "whole batch MiB": whole}
+        found |= {name: round(size, 1) for name, size in sizes.items()}
     _, bare = train()
     model, end = train(micro)
-    limit(math.inf)
+    if device == "cpu":
+        limit_address_space(math.inf)
+    else:
+        found["reserved MiB"] = round(torch.cuda.max_memory_reserved() / MB, 1)
+        limit_device(math.inf)
     if end == "completed":
         end = compare(model, free)
+    elif "Even one sample" in end:
+        found["error"], end = end, "one clear error"
     retries = micro.state_dict()["retries"]
-    return {"where": where, "bare": bare == "completed", "end": end, "retries": retries}
+    return {**found, "bare": bare == "completed", "end": end, "retries": retries}
+
+
+def reset_gpu() -> None:
+    """Return all unused GPU memory of torch's allocator, and start a new peak."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # `empty_cache` keeps them
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def survive_in_pairs(seed: int, rank: int, port: int, queue: Any) -> None:
@@ -294,16 +324,24 @@ def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_survival(trainings: int, device: str) -> Iterator[list[dict[str, Any]]]:
-    """Yield a table of all runs so far after every ten."""
-    together = 1 if device == "cpu" else 10  # a process takes seconds to find its GPU
+    """Yield all runs so far, after every ten."""
+    if device != "cpu":
+        torch.zeros(1, device=device)  # statistics of memory need a context
+        gc.collect()
+        gc.freeze()  # every retry collects garbage, which takes 0.3 s with all modules
     results: list[dict[str, Any]] = []
-    for first in range(0, trainings, together):
-        seeds = list(range(first, min(first + together, trainings)))
-        (ends,) = in_processes((survive, seeds, device))
-        # If a process hung or died, all of its runs count as that.
-        results += ends if isinstance(ends, list) else [ends] * len(seeds)
-        if len(results) % 10 == 0 or len(results) == trainings:
-            yield tabulate([{"where": "?", "retries": 0, **result} for result in results])
+    deadline = time.monotonic() + GPU_SECONDS
+    for seed in range(trainings):
+        if device == "cpu":
+            results += in_processes((survive, seed))
+        elif time.monotonic() < deadline:  # in this process: another takes seconds to start
+            results.append(train_under_limit(seed, device))
+        else:
+            break
+        if len(results) % 10 == 0:
+            yield results
+    if len(results) % 10:
+        yield results
 
 
 # --- regrowth -----------------------------------------------------------------------------------
@@ -420,10 +458,29 @@ def publish_cost(arguments: Any, counts: Any) -> None:
 
 def publish_survival(arguments: Any, counts: Any) -> None:
     """Let runs in one process run out of memory, and publish how they ended so far."""
-    what = "address space" if arguments.device == "cpu" else "share of the GPU's memory"
+    on_cpu = arguments.device == "cpu"
+    what = "address space" if on_cpu else "share of the GPU's memory"
     title = f"Trainings under a limited {what}, with MicroBatching('auto')"
-    for rows in measure_survival(3 if arguments.quick else counts.trainings, arguments.device):
-        publish("micro_batching_survival", lo.Report(title, rows), arguments)
+    trainings = 3 if arguments.quick else counts.trainings
+    for runs in measure_survival(trainings, arguments.device):
+        rows = tabulate([{"where": "?", "retries": 0, **run} for run in runs])
+        if on_cpu:
+            publish("micro_batching_survival", lo.Report(title, rows), arguments)
+        else:
+            notes = [describe_failure(run) for run in runs if run["end"] != "completed"]
+            report = lo.Report(title, rows, notes)
+            publish("micro_batching_survival", report, arguments, runs=runs)
+
+
+def describe_failure(run: dict[str, Any]) -> str:
+    """Return a line with the memory that a run on a GPU needed, and the last part of its error."""
+    line = run.get("error", run["end"]).partition("\n")[0]
+    return (
+        f"Seed {run['seed']}, {run['where']}: limit {run['limit MiB']} MiB, reserved "
+        f"{run['reserved MiB']}; single samples need {run['one sample MiB']}, whole batches "
+        f"{run['whole batch MiB']}; {run['retries']} retries. "
+        f"{line.rpartition('message: ')[2][:400]}"
+    )
 
 
 def publish_pairs(arguments: Any, counts: Any) -> None:

@@ -1,14 +1,17 @@
 """Compares micro-batches with whole batches, in one process."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.batching.micro_batching import batch_runner
 from lightning_opt.batching.split_check import SplitCheck
 from tests.batching.nets import Hooks, Net, Samples, SharpnessAware, train
 from tests.helpers.models import SmallNet, assert_same_weights
@@ -220,6 +223,29 @@ def test_run_without_out_of_memory_is_bit_identical():
     expected = train(net=Net(dropout=0.5))
     run = train(lo.MicroBatching(), net=Net(dropout=0.5))
     assert_same_run(run, expected, rounding=0.0)
+
+
+@pytest.mark.filterwarnings(UNCHECKED)
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+def test_failed_attempt_holds_no_memory_before_the_retry(where, monkeypatch):
+    made: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def count_alive(device: torch.device) -> None:
+        alive.append(sum(not storage.expired() for storage in made))
+        made.clear()
+
+    monkeypatch.setattr(batch_runner, "recover_memory", count_alive)
+    net = Net(4, where)
+    net.layers[1].register_forward_hook(
+        lambda layer, args, output: made.append(StorageWeakRef(output.untyped_storage()))
+    )
+    gc.disable()  # neither a cycle nor a traceback may hold them
+    try:
+        train(lo.MicroBatching(), net=net)
+    finally:
+        gc.enable()
+    assert alive == [0, 0]
 
 
 @pytest.mark.filterwarnings(UNCHECKED)
