@@ -2,9 +2,10 @@
 
 Needs torch and Lightning in the running Python and no network; the package is imported from the
 source tree. First run the tests marked ``gpu``, then the benchmarks of ``PARTS``, then every other
-script that sets ``GPU = True`` at module level and takes ``--device`` and ``--out``. Each runs in
-its own process under its own time limit; later ones get the time that earlier ones did not use.
-A failure does not stop the others, and the results of each are kept. ``--device cpu`` tests this
+script that sets ``GPU`` at module level and takes ``--device`` and ``--out``. Each runs in its own
+process under its own time limit; later ones get the time that earlier ones did not use. The imports
+of a script take up to 15 seconds, so they run while the previous script measures on the GPU. A
+failure does not stop the others, and the results of each are kept. ``--device cpu`` tests this
 script itself, with few rounds.
 
 The output is three files: ``gpu.md`` (the machine, the runs, every table), ``summary.json`` (the
@@ -26,23 +27,36 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TESTS = 80
+TESTS = 50
 PARTS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
-    ("gradients.gpt_step", 40, ()),
-    ("memory.gpt_checkpointing", 110, ()),
+    ("strategies.codecs", 15, ()),
+    ("gradients.gpt_step", 60, ()),
+    ("memory.gpt_checkpointing", 100, ("--sizes", "124M")),
     ("batching.micro_batching", 60, ("--parts", "survival")),
-    ("kernels.kernels", 110, ()),
-    ("tuner.grid", 80, ("--models", "byte GPT", "--budget", "25")),
-    ("strategies.codecs", 20, ()),
-    ("strategies.nccl_pair", 40, ()),
+    ("kernels.kernels", 110, ("--models", "vision transformer")),
+    ("memory.checkpointing", 35, ("--models", "transformer", "convnet", "mlp")),
+    ("advice", 20, ()),
+    ("gradients.clipping_cost", 15, ()),
+    ("gradients.guard_cost", 25, ()),
+    ("gradients.health_cost", 30, ()),
+    ("profiling.monitor_cost", 25, ()),
+    ("profiling.steps", 15, ()),
 )
 """Module below ``benchmarks``, seconds, and options; the others share the rest of ``WHOLE``."""
 WHOLE = 570.0
 ON_CPU = {
     "kernels.kernels": ("--models", "ConvNet", "--switches", "FusedOptimizer", "ChannelsLast"),
-    "tuner.grid": ("--models", "tiny MLP", "--budget", "10"),
+    "memory.checkpointing": ("--models", "mlp"),
 }
 """Options on a CPU, where compilers take minutes."""
+
+# The script waits for a line on its input between the imports and the measurement.
+START = """
+import importlib, sys
+main = importlib.import_module(sys.argv.pop(1)).main
+if sys.stdin.readline():  # it is empty if the other process has ended
+    sys.exit(main())
+"""
 
 # Run in another process, so that this one holds no memory of the device.
 READ_MACHINE = """
@@ -59,6 +73,7 @@ facts = {
 if torch.cuda.is_available():
     device = torch.cuda.get_device_properties(0)
     facts["device"] = device.name
+    facts["gpus"] = torch.cuda.device_count()
     facts["memory_gib"] = round(device.total_memory / 2**30, 1)
     facts["compute_capability"] = f"{device.major}.{device.minor}"
     try:
@@ -70,20 +85,16 @@ json.dump(facts, sys.stdout)
 """
 
 
-def declares_gpu(script: Path) -> bool:
-    """Return whether the script sets ``GPU = True`` at module level, without running it."""
-    return any(
-        isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == "GPU" for target in node.targets)
-        and isinstance(node.value, ast.Constant)
-        and node.value.value is True
-        for node in ast.parse(script.read_text()).body
-    )
+def gpus_needed(script: Path) -> int:
+    """Return the ``GPU`` that the script sets at module level, without running it, or 0."""
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GPU":
+            return int(ast.literal_eval(node.value))
+    return 0
 
 
-def planned(scripts: list[Path]) -> list[tuple[str, float, tuple[str, ...]]]:
+def planned(modules: list[str]) -> list[tuple[str, float, tuple[str, ...]]]:
     """Return ``PARTS`` and the other scripts, with equal shares of the remaining time."""
-    modules = [".".join(script.relative_to(ROOT).with_suffix("").parts[1:]) for script in scripts]
     others = [module for module in modules if module not in {name for name, *_ in PARTS}]
     left = WHOLE - TESTS - sum(seconds for _, seconds, _ in PARTS)
     return [*PARTS, *((module, left / len(others), ()) for module in others)]
@@ -99,34 +110,44 @@ def pytest_command(files: list[Path]) -> list[str]:
     ]
 
 
-def run(command: list[str], log: Path, limit: float) -> tuple[str, float]:
-    """Run a command with its output appended to ``log``.
+class Job:
+    """A command that has started and may wait for a line on its input."""
 
-    Returns:
-        ``"passed"`` or a short description of the failure, and the seconds.
-    """
-    start = time.monotonic()
-    with log.open("a") as sink:
-        sink.write(f"\n$ {' '.join(command)}\n")
-        sink.flush()
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.log = log
+        self.text = " ".join(command).replace(f"-c {START}", "-m")
+        # Each process would compile all sources, if the bytecode of the first was not kept.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
+        with log.open("a") as sink:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def finish(self, limit: float) -> tuple[str, float]:
+        """Send the line, and wait for the end.
+
+        Returns:
+            ``"passed"`` or a short description of the failure, and the seconds.
+        """
+        start = time.monotonic()
+        with self.log.open("a") as sink:
+            sink.write(f"\n$ {self.text}\n")
         try:
-            code = process.wait(limit)
+            self.process.communicate(b"\n", limit)
+            code = self.process.returncode
             outcome = "passed" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
             outcome = f"stopped after {limit:.0f} s"
         finally:
             # Child processes of the command would keep the device.
-            end_group(process)
-    return outcome, round(time.monotonic() - start, 1)
+            end_group(self.process)
+        return outcome, round(time.monotonic() - start, 1)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -220,25 +241,39 @@ def main() -> int:
     tests = sorted(
         path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" in path.read_text()
     )
-    if importlib.util.find_spec("pytest") is None:
-        bundle.add("tests", "not run: pytest is not installed")
-    elif not tests:
-        bundle.add("tests", "not run: no test mentions a GPU")
-    else:
-        bundle.add("tests", *run(pytest_command(tests), log, arguments.budget * TESTS / WHOLE))
+    scripts = {}
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        needed = gpus_needed(path)
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
+        if arguments.device == "cuda" and needed > machine["gpus"]:
+            bundle.add(f"benchmarks.{name}", f"not run: it needs {needed} GPUs")
+        elif needed:
+            scripts[name] = path
+    rest = planned(list(scripts))
+    with tempfile.TemporaryDirectory() as temporary:
 
-    scripts = sorted(path for path in (ROOT / "benchmarks").rglob("*.py") if declares_gpu(path))
-    rest = planned(scripts)
-    while rest:
-        (name, own, options), *rest = rest
-        # Its seconds, and its share of the time that earlier parts did not use.
-        limit = (deadline - time.monotonic()) * own / (own + sum(seconds for _, seconds, _ in rest))
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", f"benchmarks.{name}", "--device", arguments.device]
+        def start(name: str, options: tuple[str, ...]) -> Job:
+            command = [sys.executable, "-c", START, f"benchmarks.{name}"]
+            command += ["--device", arguments.device, "--out", f"{temporary}/{name}"]
             if arguments.device == "cpu":
                 options = (*ON_CPU.get(name, options), "--quick")
-            command += ["--out", folder, *options]
-            bundle.add(f"benchmarks.{name}", *run(command, log, limit), Path(folder))
+            return Job([*command, *options], log)
+
+        job = start(rest[0][0], rest[0][2])
+        if importlib.util.find_spec("pytest") is None:
+            bundle.add("tests", "not run: pytest is not installed")
+        elif not tests:
+            bundle.add("tests", "not run: no test mentions a GPU")
+        else:
+            limit = arguments.budget * TESTS / WHOLE
+            bundle.add("tests", *Job(pytest_command(tests), log).finish(limit))
+        while rest:
+            (name, own, _), *rest = rest
+            present, job = job, start(rest[0][0], rest[0][2]) if rest else job
+            # Its seconds, and its share of the time that earlier parts did not use.
+            share = own / (own + sum(seconds for _, seconds, _ in rest))
+            outcome = present.finish((deadline - time.monotonic()) * share)
+            bundle.add(f"benchmarks.{name}", *outcome, Path(temporary, name))
 
     print(f"{'all passed' if bundle.passed else 'NOT all passed'}: {out / 'gpu.md'}")
     return 0 if bundle.passed else 1

@@ -2,14 +2,15 @@
 
 Each benchmark is a script. Its docstring names the claim that it supports. It times candidates with
 `time_in_turns`, the same code that `lightning_opt.benchmark` runs, and publishes median ratios with
-the machine, versions, date and commit. ``GPU = True`` at module level marks scripts that support
-``--device cuda``.
+the machine, versions, date and commit. ``GPU = True`` at module level marks scripts that
+`make gpu` runs with ``--device cuda``; a number is the number of GPUs that a script needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import socket
 import subprocess
@@ -39,6 +40,7 @@ def parse_arguments(description: str, argv: Sequence[str] | None = None) -> argp
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run at all?")
     arguments = parser.parse_args(argv)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no tips at each fit
     if arguments.device == "cpu":
         torch.set_num_threads(1)  # two busy threads on a shared machine measure the neighbours
     return arguments
@@ -93,7 +95,9 @@ def recorded_waits(device: str, waits: list[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            waits += [str(one.message) for one in caught if "synchroniz" in str(one.message)]
+            # Torch also warns that this mode is a prototype.
+            texts = [str(one.message) for one in caught]
+            waits += [text for text in texts if text.startswith("called a synchronizing")]
 
 
 def free_port() -> int:
@@ -110,11 +114,22 @@ def continued(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return record if record.get("code") == code_of(script_of(name)) else {}
 
 
-def publish(name: str, report: Report, arguments: argparse.Namespace, **details: Any) -> None:
-    """Print the report, and write it as ``<name>`` or ``<name>_cuda``, ``.json`` and ``.md``."""
+def publish(
+    name: str,
+    report: Report,
+    arguments: argparse.Namespace,
+    *,
+    complete: bool = True,
+    **details: Any,
+) -> None:
+    """Write the report as ``<name>`` or ``<name>_cuda``, ``.json`` and ``.md``.
+
+    A complete one is printed too. An incomplete one is left if the script is stopped.
+    """
     machine = describe_machine(arguments.device)
     report.notes.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
-    report.print()
+    if complete:
+        report.print()
     if arguments.quick and arguments.out == RESULTS:
         return  # too few rounds to keep
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ class Regression(L.LightningModule):
 def forty_tensor_mlp(device: str = "cpu") -> Regression:
     """Twenty linear layers of 64: 40 tensors, about 0.8 ms per step on one thread."""
     layers = [layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return Regression(nn.Sequential(*layers), torch.randn(32, 64)).to(device)
+    return Regression(nn.Sequential(*layers), torch.randn(32, 64, device=device)).to(device)
 
 
 def ten_million_transformer(device: str = "cpu") -> Regression:
@@ -37,7 +37,7 @@ def ten_million_transformer(device: str = "cpu") -> Regression:
         512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
     )
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    return Regression(encoder, torch.randn(4, 64, 512)).to(device)
+    return Regression(encoder, torch.randn(4, 64, 512, device=device)).to(device)
 
 
 def quiet_trainer(device: str = "cpu", **settings: Any) -> L.Trainer:
@@ -62,6 +62,8 @@ def fit_two_steps(module: Regression, device: str) -> L.Trainer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(torch.cat([batch, batch]), batch_size=len(batch)))
+    # Lightning has moved the module and the state of its optimizer to the CPU.
     module.to(device)
     module.batch = module.batch.to(device)
+    trainer.optimizers[0].load_state_dict(trainer.optimizers[0].state_dict())
     return trainer

@@ -95,6 +95,11 @@ class Stopwatch(L.Callback):
             self._in_hooks, self._start = 0.0, self._now()
         self._clock.stop()
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Delete the optimizer's state, which Lightning would copy to the CPU."""
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+
     def times(self) -> tuple[float, float]:
         """Return the mean wall time of a step, and 1 plus the hooks' share."""
         whole = self._now() - self._start
@@ -118,6 +123,7 @@ def time_steps(
     rounds: int,
     steps: int,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    after_round: Callable[[dict[str, StepTimes]], object] | None = None,
 ) -> dict[str, StepTimes]:
     """Fit with each candidate's callbacks once a round, in an order that rotates.
 
@@ -130,6 +136,7 @@ def time_steps(
         rounds: Fits of each candidate that are kept; one more is made first.
         steps: Timed steps of a fit.
         options: More arguments of the Trainer, by candidate.
+        after_round: Called with the times so far after each round.
     """
     start = {name: value.clone() for name, value in module.state_dict().items()}
     times = {name: StepTimes() for name in candidates}
@@ -147,4 +154,6 @@ def time_steps(
             if number >= 0:
                 times[name].seconds.append(seconds)
                 times[name].hooks.append(hooks)
+        if number >= 0 and after_round is not None:
+            after_round(times)
     return times

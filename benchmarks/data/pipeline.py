@@ -30,8 +30,6 @@ from lightning_opt.core.measure.machine import available_cpus
 from lightning_opt.data.pipeline.loaders import LoaderSettings, attributes_for
 from lightning_opt.data.pipeline.pipeline_tuner import MAX_WAITING_WORKERS
 
-GPU = True
-
 BATCH, WIDTH = 16, 128
 PREFETCH = (2, 4, 8)
 

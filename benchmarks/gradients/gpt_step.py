@@ -20,7 +20,7 @@ import lightning_opt as lo
 from benchmarks.gpt import GPT, size_for
 from benchmarks.harness import parse_arguments, publish, recorded_waits
 from benchmarks.models import Regression
-from benchmarks.trainer_steps import EXPLANATION, fit, time_steps
+from benchmarks.trainer_steps import EXPLANATION, StepTimes, fit, time_steps
 
 GPU = True
 
@@ -83,7 +83,8 @@ def main() -> None:
     """Measure and publish."""
     arguments = parse_arguments(__doc__ or "")
     device = arguments.device
-    network = GPT(size_for(device, "124M")).to(device)
+    with torch.device(device):
+        network = GPT(size_for(device, "124M"))
     module = Language(network, network.batch(8, device), fused=device == "cuda")
     candidates: dict[str, list[L.Callback]] = {
         "bare": [],
@@ -103,22 +104,27 @@ def main() -> None:
         start = starts[kind]
         watched = [start, *callbacks, StepEnd(start)]
         fit(module, watched, WATCHED_STEP + 2, **options.get(kind, {}))
-    rounds, steps = (1, 5) if arguments.quick else (10, 20)
-    times = time_steps(module, candidates, rounds=rounds, steps=steps, options=options)
+    rounds, steps = (1, 5) if arguments.quick else (5, 10) if device == "cuda" else (10, 20)
     bare = starts["bare"].launches.total
-    rows = [
-        {
-            "step": kind,
-            **timed.row(times["bare"]),
-            "launches": starts[kind].launches.total,
-            "more than bare": starts[kind].launches.total - bare,
-            "waits": " ".join(starts[kind].waits),
-        }
-        for kind, timed in times.items()
-    ]
     notes = [*EXPLANATION, "Launches: operators that torch dispatches in a step, except views."]
     title = f"A step of a GPT ({size_for(device, '124M')}, bf16 autocast, 8 samples)"
-    publish("gpt_step", lo.Report(title, rows, notes), arguments)
+
+    def write(times: dict[str, StepTimes]) -> None:
+        rows = [
+            {
+                "step": kind,
+                **timed.row(times["bare"]),
+                "launches": starts[kind].launches.total,
+                "more than bare": starts[kind].launches.total - bare,
+                "waits": " ".join(starts[kind].waits),
+            }
+            for kind, timed in times.items()
+        ]
+        complete = len(times["bare"].seconds) == rounds
+        publish("gpt_step", lo.Report(title, rows, notes), arguments, complete=complete)
+
+    settings = {"rounds": rounds, "steps": steps, "options": options}
+    time_steps(module, candidates, **settings, after_round=write)  # type: ignore[arg-type]
     waits = {kind: start.waits for kind, start in starts.items() if start.waits}
     if waits:
         sys.exit(f"The host waits for the device: {waits}")

@@ -20,6 +20,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +37,7 @@ from benchmarks.kernels.kernels_models import MODELS, Batches, Learner, Parts
 from lightning_opt.core.measure.memory import PeakMeter, libc_function, malloc_trim, resident_memory
 from lightning_opt.core.measure.timing import take_turns
 from lightning_opt.core.numerics.ratios import median_ratio
-from lightning_opt.worker.training_process import TrainingProcess
+from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 GPU = True
 M_MMAP_THRESHOLD = -3
@@ -90,6 +91,10 @@ def switches(model: str, device: str) -> dict[str, Switch]:
     return found
 
 
+def compiles(switch: Switch) -> bool:
+    return "CompileModel" in switch.callbacks
+
+
 class StepMemory(L.Callback):
     """Measures how far a step raises memory, whenever a file exists, and writes it there."""
 
@@ -137,7 +142,10 @@ def loader(name: str, size: str, device: str) -> DataLoader[Any]:
 def start(
     name: str, size: str, device: str, wanted: dict[str, Switch], folder: Path, stack: ExitStack
 ) -> dict[str, TrainingProcess]:
-    """Return the warmed-up runs of a model; as many start at once as there are CPUs."""
+    """Return the warmed-up runs of a model, without failed ones.
+
+    As many start at once as there are CPUs. On a GPU they also compile side by side.
+    """
     runs: dict[str, TrainingProcess] = {}
     data = partial(loader, name, size, device)
     for number, (label, switch) in enumerate(wanted.items()):
@@ -148,10 +156,17 @@ def start(
             timeout=LIMIT,
         )
         runs[label] = stack.enter_context(run)
-        if len(runs) % min(os.cpu_count() or 1, 16) == 0 or len(runs) == len(wanted):
-            for waiting in runs.values():
-                if not waiting.steps:
-                    waiting.advance(WARMUP)
+        if (number + 1) % min(os.cpu_count() or 1, 16) == 0 or number + 1 == len(wanted):
+            waiting = {label: run for label, run in runs.items() if not run.steps}
+            compiled = [label for label in waiting if device == "cuda" and compiles(wanted[label])]
+            with ThreadPoolExecutor() as pool:
+                warm_up = {label: pool.submit(waiting[label].advance, WARMUP) for label in compiled}
+                for label, run in waiting.items():
+                    try:
+                        warm_up[label].result() if label in warm_up else run.advance(WARMUP)
+                    except FitFailed as failure:
+                        print(f"{name}, {label}: {failure}", failure.details, sep="\n", flush=True)
+                        del runs[label]
     return runs
 
 
@@ -164,9 +179,9 @@ def measure(
         for label, switch in switches(name, device).items()
         if only is None or label in only or label == "plain Lightning"
     }
-    labels = list(wanted)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         runs = start(name, size, device, wanted, Path(folder), stack)
+        labels = list(runs)
         # Equal numbers of steps for all, since losses are compared.
         first = {label: run.advance(2)[-1].seconds for label, run in runs.items()}
         steps = max(2, min(50, round(0.3 / first["plain Lightning"])))
@@ -180,7 +195,9 @@ def measure(
         seconds = {label: [one[label] for one in found] for label in labels}
         losses = {label: run.steps[-1].loss for label, run in runs.items()}
         memory: dict[str, dict[str, float]] = {}
-        for number, label in enumerate(labels):
+        for number, label in enumerate(wanted):
+            if label not in runs:
+                continue
             file = Path(folder) / f"{number}"
             file.touch()
             runs[label].advance(2)  # the first one starts with the heap of the rounds

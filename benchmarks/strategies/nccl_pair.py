@@ -17,7 +17,7 @@ from benchmarks.gpt import GPT, size_for
 from benchmarks.gradients.gpt_step import Language
 from benchmarks.harness import parse_arguments, publish
 
-GPU = True
+GPU = 2
 WARMUP = 14
 """Untimed first steps: compression begins after ten."""
 COMPRESSORS = ("int8", "int4", "topk", "threshold")

@@ -36,8 +36,6 @@ from lightning_opt.tuner.search import Objective, Search, Switches
 from lightning_opt.tuner.trials import GRACE_SECONDS
 from lightning_opt.worker.training_process import TrainingProcess
 
-GPU = True
-
 OWN_SIZES = {
     # Steps of some tens of milliseconds on one thread of a CPU: width, depth, heads, ...
     "tuner": {
