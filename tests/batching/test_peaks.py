@@ -27,7 +27,10 @@ def test_fragments_count_and_free_blocks_do_not(monkeypatch, allocated, fragment
         "empty_cache": None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
-    for budget_mb, limit in ((None, 100), (50 / 2**20, 50)):
+    for budget_mb, limit, fraction in ((None, 100, 1.0), (50 / 2**20, 50, 1.0), (None, 40, 0.4)):
+        monkeypatch.setattr(
+            torch.cuda, "get_per_process_memory_fraction", lambda *args: fraction, raising=False
+        )
         meter = LimitMeter(torch.device("cuda", 0), budget_mb)
         meter.start()
         peak = meter.read()

@@ -275,6 +275,7 @@ class FakeAllocator(TorchDispatchMode):
             memory_stats_as_nested_dict=lambda device=None: {
                 "allocated_bytes": {"all": {"current": self.held}}
             },
+            get_per_process_memory_fraction=lambda device=None: 1.0,
             empty_cache=lambda: None,
             current_device=lambda: 0,
         )

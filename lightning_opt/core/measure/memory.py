@@ -114,7 +114,16 @@ class MemoryLimits:
         free, total = torch.cuda.mem_get_info(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         reusable = torch.cuda.memory_reserved(self.device) - allocated
+        allowed = int(total * memory_fraction(self.device))
+        if allowed - allocated < free + reusable:
+            return Usage(f"this process's share of {self.device}", allocated, allowed)
         return Usage(str(self.device), total - free - reusable, total)
+
+
+def memory_fraction(device: torch.device) -> float:
+    """Return the share of a CUDA device that ``set_per_process_memory_fraction`` leaves torch."""
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.5
+    return 1.0 if read is None else float(read(device))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -139,8 +148,10 @@ def peak_usage(device: torch.device) -> Usage | None:
     """Return the limit that this process came closest to, with the peak usage so far."""
     peak = peak_memory(device)
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory if peak else 0
-        return Usage(str(device), peak, total) if total else None
+        if not peak:
+            return None
+        total = torch.cuda.get_device_properties(device).total_memory
+        return Usage(str(device), peak, int(total * memory_fraction(device)))
     peaks = {"address space": _process_peak("VmPeak")}
     usages = [
         Usage(now.source, max(now.used, peaks.get(now.source, peak)), now.total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -109,14 +109,17 @@ class _Recorder(TorchDispatchMode):
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the operations of one operator as torch counts them.
 
-    torch only counts CUDA's attention kernels; this function also counts the CPU's.
+    torch counts no attention on a CPU, and its older versions fail where several heads share keys.
     """
     packet = getattr(func, "_overloadpacket", None)
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=output))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        query, key, value = args[:3]
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    if str(packet).startswith("aten._scaled_dot_product_"):
+        query, key, value = (tensor.shape for tensor in args[:3])
+        heads = query[1]
+        shapes = ((shape[0], heads, *shape[2:]) for shape in (query, key, value))
+        return int(sdpa_flop_count(*shapes))
+    with suppress(Exception):  # of a user's own formula; counting must not end a run
+        if packet in flop_registry:
+            return int(flop_registry[packet](*args, **kwargs, out_val=output))
     return 0
 
 

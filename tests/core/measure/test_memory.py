@@ -103,3 +103,8 @@ def test_cuda_memory_agrees_with_torch():
     del block
     after = MemoryLimits(device, host=False).read()[0]
     assert usage.used - after.used == pytest.approx(64 * MB, abs=MB)  # cached is not used
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    (share,) = MemoryLimits(device, host=False).read()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert share.total == int(0.25 * usage.total)
+    assert share.used == torch.cuda.memory_allocated(device)
