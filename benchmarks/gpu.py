@@ -8,8 +8,8 @@ of a script take up to 15 seconds, so they run while the previous script measure
 failure does not stop the others, and the results of each are kept. ``--device cpu`` tests this
 script itself, with few rounds.
 
-The output is three files: ``gpu.md`` (the machine, the runs, every table), ``summary.json`` (the
-same with every number) and ``gpu.log``.
+The output is a record of each benchmark, ``<name>_cuda.json`` and ``.md``, ``gpu.md`` (the machine,
+the runs and every table) and ``gpu.log``.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import ast
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,17 +160,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def read_results(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the JSON files of a benchmark by name, and its tables."""
-    results: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            results[path.name] = json.loads(path.read_text())
-        except ValueError:  # stopped while writing
-            results[path.name] = path.read_text()
-    return results, [path.read_text().strip() for path in sorted(folder.glob("*.md"))]
-
-
 class Bundle:
     """The results so far, written after every job."""
 
@@ -188,16 +178,16 @@ class Bundle:
         self, name: str, outcome: str, seconds: float = 0.0, folder: Path | None = None
     ) -> None:
         """Record one job with its results in ``folder``, and write all results."""
-        results, tables = read_results(folder) if folder else ({}, [])
-        self.jobs.append({"name": name, "outcome": outcome, "seconds": seconds, "results": results})
-        self.tables += tables
+        self.jobs.append({"name": name, "outcome": outcome, "seconds": seconds})
+        for path in sorted(folder.glob("*.*")) if folder else ():
+            shutil.copy(path, self.out)
+            if path.suffix == ".md":
+                self.tables.append(path.read_text().strip())
         print(f"{name}: {outcome} ({seconds:.0f} s)", flush=True)
         if not outcome.startswith(("passed", "not run")):
             lines = (self.out / "gpu.log").read_text(errors="replace").splitlines()[-15:]
             print("\n".join("    " + line for line in lines), flush=True)
 
-        summary = {"passed": self.passed, "machine": self.machine, "jobs": self.jobs}
-        (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         rows = [f"| {job['name']} | {job['outcome']} | {job['seconds']:.0f} |" for job in self.jobs]
         sections = [
             "## On a GPU",

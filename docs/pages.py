@@ -300,7 +300,9 @@ def _benchmark(stem: str, content: Mapping[str, Any], machine: int) -> str:
     recorded = content["machine"]
     state = f"{recorded.get('date', 'no date')}, commit {recorded.get('commit', 'unknown')}"
     made = f"`python -m {module}`, machine {machine}, {state}."
-    return f"### {content['title']}\n\n{table}\n\n{made}\n"
+    device = recorded.get("device", "cpu")
+    where = "" if device == "cpu" else f", on an {device}"
+    return f"### {content['title']}{where}\n\n{table}\n\n{made}\n"
 
 
 def _machine(content: Mapping[str, Any]) -> str:

@@ -27,7 +27,8 @@ QUICK = ("core", "gradients", "memory", "batching", "kernels", "precision", "str
 TRAINED = (
     *("test_package.py", "test_contracts.py", "gradients/clipping/test_adaptive_clipping.py"),
     *("gradients/guard/test_non_finite_guard.py", "gradients/health/test_gradient_health.py"),
-    *("memory/checkpointing", "precision"),
+    *("memory/checkpointing/test_activation_checkpointing.py", "precision"),
+    "memory/checkpointing/test_exactness.py",
     "batching/accumulation/test_accumulation.py",
     "batching/batch_size/test_dynamic_batch_size.py",
     "batching/micro_batching/test_micro_batching.py",
