@@ -385,15 +385,3 @@ def test_adds_no_host_sync_on_gpu(name, settings):
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# --- documentation ------------------------------------------------------------------------------
-
-
-def test_every_callback_has_a_page_of_its_area():
-    docs = Path(__file__).parents[1] / "docs"
-    areas = [
-        folder for folder in docs.iterdir() if Path(lo.__file__).with_name(folder.name).is_dir()
-    ]
-    texts = [file.read_text() for area in areas for file in area.rglob("*.md")]
-    assert [name for name in CALLBACKS if not any(f"`{name}" in text for text in texts)] == []

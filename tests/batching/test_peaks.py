@@ -1,5 +1,7 @@
 """Memory peaks against limits, with simulated numbers of the CUDA allocator."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -28,9 +30,8 @@ def test_fragments_count_and_free_blocks_do_not(monkeypatch, allocated, fragment
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     for budget_mb, limit, fraction in ((None, 100, 1.0), (50 / 2**20, 50, 1.0), (None, 40, 0.4)):
-        monkeypatch.setattr(
-            torch.cuda, "get_per_process_memory_fraction", lambda *args: fraction, raising=False
-        )
+        read = mock.Mock(return_value=fraction)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", read, raising=False)
         meter = LimitMeter(torch.device("cuda", 0), budget_mb)
         meter.start()
         peak = meter.read()

@@ -1,6 +1,5 @@
 """Clipping, guard, health, loss scaler and preconditioner read nothing and mix no devices."""
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._pytree import tree_map_only
 
 from lightning_opt import AdaptiveClipping, GradientClipper, GradientHealth, NonFiniteGuard
 from lightning_opt.core.measure.reading import DelayedReads
@@ -17,11 +15,7 @@ from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
 from lightning_opt.gradients.guard.snapshot import BufferBackup
-from lightning_opt.gradients.health.measures import (
-    UpdateProbe,
-    measure_gradients,
-)
-from tests.gradients.cases import ALL_RULES, Net, every_rule, set_gradients
+from tests.gradients.cases import Net, every_rule
 from tests.helpers.fake_cuda import (
     Copies,
     Model,
@@ -90,37 +84,6 @@ def test_every_rule_clips_without_reading(make: Any, net: type[nn.Module]) -> No
         )
 
 
-@every_rule
-def test_state_of_a_host_run_resumes_on_device(make: Any) -> None:
-    # Host states hold numbers, so they are computed outside of fake mode.
-    state = HOST_STATES[next(name for name, own in ALL_RULES.items() if own is make)]
-    module = on_fake_cuda(Net())
-    clipper = GradientClipper(module, make())
-    clipper.load_state_dict(
-        tree_map_only(Tensor, lambda own: torch.empty(own.shape, dtype=own.dtype), state)
-    )
-    for _ in range(3):
-        fake_gradients(module)
-        clipper.clip()
-
-
-def _host_state(make: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    net = Net()
-    clipper = GradientClipper(net, make())
-    for seed in range(20):
-        set_gradients(net, 1.0 + seed % 3, seed)
-        clipper.clip()
-    buffer = io.BytesIO()
-    torch.save(clipper.state_dict(), buffer)
-    buffer.seek(0)
-    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    return loaded
-
-
-HOST_STATES = {name: _host_state(make) for name, make in ALL_RULES.items()}
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 def test_guard_health_and_clipping_together(rule: str, fused: bool) -> None:
@@ -167,15 +130,6 @@ def test_buffers_are_restored_on_their_device() -> None:
     keeper = BufferBackup(model)
     for flag in (torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")):
         keeper.restore_or_save(flag)
-
-
-def test_health_measures_without_reading() -> None:
-    stage = Stage([health := GradientHealth(every_n_steps=10**9)])
-    fake_gradients(stage.module)
-    _, step = health.measure(stage.trainer, stage.optimizer)
-    assert measure_gradients(step).device.type == "cuda"
-    probe = UpdateProbe(step.gradients.parameters, [])
-    assert probe.compare().device.type == "cuda"
 
 
 def test_preconditioner_reads_nothing() -> None:

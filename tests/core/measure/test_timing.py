@@ -27,18 +27,6 @@ def test_step_lasts_from_the_end_of_the_previous_step(clock):
     assert steps.read() == []
 
 
-def test_pause_excludes_the_time_until_the_next_start(clock):
-    steps = StepClock(torch.device("cpu"))
-    for _ in range(2):
-        steps.start()
-        clock.now += 1
-        steps.stop()
-        steps.pause()
-        clock.now += 100
-    steps.stop()  # none is running
-    assert steps.read() == [1.0, 1.0]
-
-
 def test_discarded_step_is_not_returned(clock):
     steps = StepClock(torch.device("cpu"))
     steps.start()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
@@ -101,29 +100,6 @@ def test_two_ranks_average_their_estimates():
     expected = manual_loop(world=2)
     for a, b in zip(ours, expected.parameters(), strict=True):
         torch.testing.assert_close(a, b.detach(), atol=1e-5, rtol=0)
-
-
-class Quadratic(BoringModel):
-    """The loss is half of ``curvature * weight**2``; one Newton step reaches its minimum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = None  # type: ignore[assignment]
-        self.register_buffer("curvature", torch.tensor([1e-3, 1.0, 1e3]))
-        self.weight = nn.Parameter(torch.tensor([3.0, -2.0, 0.5]))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return 0.5 * (self.curvature * self.weight**2).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-def test_one_newton_step_minimizes_a_quadratic():
-    model = Quadratic()
-    callback = lo.CurvaturePreconditioner(clip=None, fraction=1.0, damping=1e-12)
-    quiet_trainer(callbacks=[callback], max_steps=1).fit(model, DataLoader(torch.zeros(2, 1)))
-    assert model.weight.abs().max() < 1e-5
 
 
 class Stateful(SmallNet):
@@ -224,18 +200,6 @@ def test_logged_values_match_the_average():
 
 
 # --- DiagonalPreconditioner ---------------------------------------------------------------------
-
-
-def test_loss_scale_does_not_change_the_result():
-    results = []
-    for scale in (1.0, torch.tensor(1024.0)):
-        rule = DiagonalPreconditioner(0.9, 1.0, 1e-8, 0.5)
-        rule.update({"w": torch.tensor([2.0, -4.0, 1e-3])})
-        gradient = torch.tensor([0.5, 1.0, 7.0]) * scale
-        rule.apply(["w"], [gradient], scale)
-        results.append(gradient / scale)
-    assert results[0].tolist() == pytest.approx([0.25, 0.25, 0.5])
-    assert torch.equal(results[1], results[0])
 
 
 def test_nonfinite_gradients_stay_and_nonfinite_estimates_are_ignored():

@@ -437,34 +437,20 @@ def test_series_without_finite_values_are_drawn():
 
 
 def _count_collectives(folder, report):
-    counts: dict[str, int] = {}
-
-    def counting(name, function):
-        def call(*args, **kwargs):
-            counts[name] = counts.get(name, 0) + 1
-            return function(*args, **kwargs)
-
-        return call
-
-    names = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_object",
-             "broadcast_object_list", "all_gather_into_tensor")  # fmt: skip
-    for name in names:
-        counted = counting(name, getattr(dist, name))
-        setattr(dist, name, counted)
-        setattr(dist.distributed_c10d, name, counted)
     callbacks = [lo.RunReport()] if report else []
     profiler = lo.StepProfiler(print_table=False, flops=False)
     settings = {"devices": 2, "strategy": "ddp", "logger": CSVLogger(folder, "csv", 0)}
     fit(folder, *callbacks, profiler=profiler, **settings)
-    return counts, sorted(path.name for path in folder.rglob("report.html*"))
+    groups = dist.distributed_c10d._world.pg_map
+    count = sum(group._get_sequence_number_for_group() for group in groups)
+    return count, sorted(path.name for path in folder.rglob("report.html*"))
 
 
 @pytest.mark.distributed
 def test_rank_0_writes_the_page_without_a_collective(tmp_path):
     (plain, _), _ = launch(_count_collectives, tmp_path / "plain", False)
     (with_report, files), _ = launch(_count_collectives, tmp_path / "report", True)
-    assert with_report == plain
-    assert plain
+    assert with_report == plain > 0
     assert files == ["report.html"]
     page = read(tmp_path / "report" / "csv" / "version_0")
     assert any("Slowest rank" in text for text in page.texts("reports", "p"))
