@@ -55,7 +55,7 @@ ON_CPU = {
 START = """
 import importlib, sys
 main = importlib.import_module(sys.argv.pop(1)).main
-if sys.stdin.readline():  # it is empty if the other process has ended
+if sys.stdin.readline():  # empty (end of file) if the parent has ended
     sys.exit(main())
 """
 
@@ -87,7 +87,7 @@ json.dump(facts, sys.stdout)
 
 
 def gpus_needed(script: Path) -> int:
-    """Return the ``GPU`` that the script sets at module level, without running it, or 0."""
+    """Return how many GPUs the script declares with ``GPU = ...``; 0 if none. Does not run it."""
     for node in ast.parse(script.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GPU":
             return int(ast.literal_eval(node.value))
@@ -112,12 +112,12 @@ def pytest_command(files: list[Path]) -> list[str]:
 
 
 class Job:
-    """A command that has started and may wait for a line on its input."""
+    """A running command; a benchmark waits for a line on stdin before it measures."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
         self.text = " ".join(command).replace(f"-c {START}", "-m")
-        # Each process would compile all sources, if the bytecode of the first was not kept.
+        # Keep bytecode, or every process would compile all sources again.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
         with log.open("a") as sink:
             self.process = subprocess.Popen(
@@ -131,7 +131,7 @@ class Job:
             )
 
     def finish(self, limit: float) -> tuple[str, float]:
-        """Send the line, and wait for the end.
+        """Let the command start, and wait until it exits or reaches the limit.
 
         Returns:
             ``"passed"`` or a short description of the failure, and the seconds.
@@ -259,10 +259,10 @@ def main() -> int:
             bundle.add("tests", *Job(pytest_command(tests), log).finish(limit))
         while rest:
             (name, own, _), *rest = rest
-            present, job = job, start(rest[0][0], rest[0][2]) if rest else job
+            current, job = job, start(rest[0][0], rest[0][2]) if rest else job
             # Its seconds, and its share of the time that earlier parts did not use.
             share = own / (own + sum(seconds for _, seconds, _ in rest))
-            outcome = present.finish((deadline - time.monotonic()) * share)
+            outcome = current.finish((deadline - time.monotonic()) * share)
             bundle.add(f"benchmarks.{name}", *outcome, Path(temporary, name))
 
     print(f"{'all passed' if bundle.passed else 'NOT all passed'}: {out / 'gpu.md'}")

@@ -3,7 +3,7 @@
 Each benchmark is a script. Its docstring names the claim that it supports. It times candidates with
 `time_in_turns`, the same code that `lightning_opt.benchmark` runs, and publishes median ratios with
 the machine, versions, date and commit. ``GPU = True`` at module level marks scripts that
-`make gpu` runs with ``--device cuda``; a number is the number of GPUs that a script needs.
+`make gpu` runs with ``--device cuda``, and ``GPU = 2`` one that needs two GPUs.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def publish(
 ) -> None:
     """Write the report as ``<name>`` or ``<name>_cuda``, ``.json`` and ``.md``.
 
-    A complete one is printed too. An incomplete one is left if the script is stopped.
+    A complete report is also printed. An incomplete one is only written, so that finished rows
+    survive if the script is stopped.
     """
     machine = describe_machine(arguments.device)
     report.notes.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))

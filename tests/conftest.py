@@ -156,7 +156,7 @@ def nothing_frozen() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _default_settings() -> Iterator[None]:
-    """Seed, and reset what earlier tests and ``seed_everything`` leave set."""
+    """Seed torch before each test, and reset global state that tests change."""
     import torch
 
     torch.manual_seed(0)

@@ -31,8 +31,8 @@ def test_planned_benchmarks_fit_into_the_time():
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_script_accepts_its_options(name, options, monkeypatch, caplog, tmp_path):
-    caplog.set_level(logging.INFO, "lightning.pytorch")  # which a script changes
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # and this
+    caplog.set_level(logging.INFO, "lightning.pytorch")  # scripts change this level
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # and this variable
     script = importlib.import_module(f"benchmarks.{name}")
     parse = script.parse_arguments
 

@@ -8,9 +8,9 @@ Four tables, the first three of which support claims.
 - Survival: trainings under a limited address space with random limits, lengths and batch sizes, in
   processes of their own, where memory runs out in the forward pass, in the loss or in the backward
   pass. Each is compared with the run without a limit: weights, and the samples trained on.
-  ``--trainings`` says how many. On a GPU all trainings run in one process, for ``GPU_SECONDS`` at
-  most, and limit the memory of torch's allocator, to between the peak with single samples and the
-  peak with whole batches.
+  ``--trainings`` says how many. On a GPU all trainings run in one process, and none starts after
+  ``GPU_SECONDS``. The limit is set on torch's allocator, at random between the peak with single
+  samples and the peak with whole batches.
 - Pairs: the same on two ranks of DDP, of which one alone has a limit. ``--pairs`` says how many.
 - Regrowth: the throughput if one batch in a hundred is eight times longer and does not fit, next to
   a fixed size tuned by hand, halving without regrowth (as Composer does) and a run without a limit.
@@ -135,7 +135,7 @@ def measure_cost(
 
 
 def survive(seed: int, queue: Any) -> None:
-    """Put the end of a training run on the CPU into the queue."""
+    """Train on the CPU under a limit, and put the outcome into the queue."""
     queue.put(train_under_limit(seed, "cpu"))
 
 
@@ -169,7 +169,8 @@ def train_under_limit(seed: int, device: str) -> dict[str, Any]:
     if device == "cpu":
         limit_address_space(room)
     else:
-        # A fixed room would not do: matrix products alone keep 64 MiB of workspaces on an H100.
+        # Rescale the room (4 to 120) to the range between both peaks. In MiB it would be too
+        # small where matrix products alone keep 64 MiB of workspaces, as on an H100.
         whole = torch.cuda.max_memory_allocated() / MB
         train(lo.MicroBatching(1))
         single = torch.cuda.max_memory_reserved() / MB
@@ -324,9 +325,9 @@ def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_survival(trainings: int, device: str) -> Iterator[list[dict[str, Any]]]:
-    """Yield all runs so far, after every ten."""
+    """Yield the list of finished runs after every ten, and at the end."""
     if device != "cpu":
-        torch.zeros(1, device=device)  # statistics of memory need a context
+        torch.zeros(1, device=device)  # memory statistics need a CUDA context
         gc.collect()
         gc.freeze()  # every retry collects garbage, which takes 0.3 s with all modules
     results: list[dict[str, Any]] = []

@@ -2,9 +2,9 @@
 
 Supports the table of the documentation. The bytes held for the backward pass are those of all
 tensors that live when the forward pass ends, once a storage; with policy none they are those that a
-saved-tensor hook sees. The peak is the growth of a fresh process's resident memory to its peak
-within a step for each row on a CPU, and that of the memory that torch's allocator counts on CUDA;
-both above parameters and gradients. Times of a step (forward and backward pass) are taken in turns
+saved-tensor hook sees. The peak excludes parameters and gradients. On a CPU it is the growth of
+the resident memory during a step, measured in a fresh process per row; on CUDA it is the growth of
+the memory that torch's allocator counts. Times of a step (forward and backward pass) are taken in turns
 and given as the median of the ratios to the unchecked model within a round. Runs in about twelve
 minutes; ``--models`` measures some.
 
@@ -328,7 +328,7 @@ def measure(
     calls = {label: step.candidate(plan) for label, plan in plans.items()}
     for call in calls.values():  # a selective policy records operators in its first step
         call(step)
-    if device == "cuda":  # the peak is the allocator's
+    if device == "cuda":  # the allocator's peak needs no fresh process
         peaks = {label: call(partial(process_peak, step)) for label, call in calls.items()}
     else:
         peaks = {label: fresh.peak(name, plan, device, quick) for label, plan in plans.items()}

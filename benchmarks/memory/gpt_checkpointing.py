@@ -140,7 +140,7 @@ def measure(
             step()
         with turn:
             result = time_step(step, way, rounds)
-        pipe.send(result)  # and is killed, so that it must not hold the lock
+        pipe.send(result)  # after the lock: the parent kills this process once it has the result
     except BaseException:  # noqa: BLE001 - sent to the parent
         pipe.send(traceback.format_exc())
 

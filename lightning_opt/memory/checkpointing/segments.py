@@ -121,7 +121,7 @@ class Segment:
         keeper = None
         if kept:
             anchor = torch.empty(0, requires_grad=True)  # makes autograd create a node
-            # The tensor, since in older versions of torch its node alone frees what it saved.
+            # Hold the output tensor: up to torch 2.11, a node held alone frees its saved tensors.
             keeper = _Keep.apply(anchor, *kept)  # type: ignore[no-untyped-call]
         self._calls.append(_Call(run, places, keeper, _autocast_settings(run.devices)))
         with saved_tensors_hooks(self._pack, self._unpack):

@@ -109,7 +109,8 @@ class _Recorder(TorchDispatchMode):
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the operations of one operator as torch counts them.
 
-    torch counts no attention on a CPU, and its older versions fail where several heads share keys.
+    Attention is counted here: torch counts none on a CPU, and older versions fail with
+    grouped-query attention.
     """
     packet = getattr(func, "_overloadpacket", None)
     if str(packet).startswith("aten._scaled_dot_product_"):
@@ -117,7 +118,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output
         heads = query[1]
         shapes = ((shape[0], heads, *shape[2:]) for shape in (query, key, value))
         return int(sdpa_flop_count(*shapes))
-    with suppress(Exception):  # of a user's own formula; counting must not end a run
+    with suppress(Exception):  # a custom formula may raise, which must not stop a run
         if packet in flop_registry:
             return int(flop_registry[packet](*args, **kwargs, out_val=output))
     return 0
