@@ -2,9 +2,9 @@
 
 Supports the table of the documentation. The bytes held for the backward pass are those of all
 tensors that live when the forward pass ends, once a storage; with policy none they are those that a
-saved-tensor hook sees. The peak excludes parameters and gradients. On a CPU it is the growth of
-the resident memory during a step, measured in a fresh process per row; on CUDA it is the growth of
-the memory that torch's allocator counts. Times of a step (forward and backward pass) are taken in turns
+saved-tensor hook sees. The peak excludes parameters and gradients. On a CPU it is the growth of the
+resident memory during a step, measured in a fresh process per row; on CUDA it is the growth of the
+memory that torch's allocator counts. Times of a step (forward and backward pass) are taken in turns
 and given as the median of the ratios to the unchecked model within a round. Runs in about twelve
 minutes; ``--models`` measures some.
 
