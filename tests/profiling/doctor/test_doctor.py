@@ -234,6 +234,7 @@ def test_memory_and_batch_size_depend_on_the_peak(monkeypatch, used, memory, bat
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: used)
     properties = SimpleNamespace(total_memory=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
     trainer = SimpleNamespace(strategy=strategy)
     assert [verdict.state for verdict in checks.memory(trainer)] == [memory, batch]
