@@ -143,10 +143,11 @@ def test_phase_peak_includes_the_code_inside():
             for _ in range(3):  # one at a time, so the peak counts one
                 torch.zeros(8 * MB).add(1).sum()
         with profiler.phase("narrow"):
-            torch.zeros(MB)
+            torch.zeros(4 * MB)
     before = profiler.profile.latest("before").live
-    assert profiler.peaks["wide"] - before == pytest.approx(64 * MB, rel=0.05)
-    assert profiler.peaks["narrow"] - before == pytest.approx(4 * MB, rel=0.05)
+    # Up to 2 MB: garbage of other tests may be freed meanwhile.
+    assert profiler.peaks["wide"] - before == pytest.approx(64 * MB, abs=2 * MB)
+    assert profiler.peaks["narrow"] - before == pytest.approx(16 * MB, abs=2 * MB)
     assert [row["phase"] for row in profiler.report().rows] == ["wide", "narrow"]
 
 
