@@ -90,6 +90,7 @@ def test_code_of_a_record_is_its_script_its_features_and_shared_code(script):
     }
 
 
+@pytest.mark.slow
 def test_hash_changes_with_code_and_not_with_comments(script, no_cache):
     for file, part in {
         "benchmarks/helping.py": "benchmarks/helping.py",
