@@ -11,7 +11,6 @@ from lightning_opt.core.measure.memory import (
     MemoryLimits,
     PeakMeter,
     malloc_trim,
-    memory_fraction,
     resident_memory,
 )
 
@@ -59,9 +58,7 @@ class LimitMeter:
         peak = self._meter.read()
         if self._device.type == "cuda":
             now = torch.cuda.memory_allocated(self._device)
-            free, total = torch.cuda.mem_get_info(self._device)
-            within_device = free + torch.cuda.memory_reserved(self._device)
-            total = min(within_device, int(total * memory_fraction(self._device)))
+            total = now + self._limits.room()
             uses = [(now, min(total, self._budget or total))]
         else:
             malloc_trim()  # memory kept for reuse is not in use
