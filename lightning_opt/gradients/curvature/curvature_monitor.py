@@ -143,6 +143,7 @@ class CurvatureMonitor(RunCallback):
                 product, params, self.max_iterations, self.tolerance, generator
             )
             del product, loss
+        # Reading the trace waits for the device, as each iteration for the sharpness has done.
         return {
             "sharpness": top.value,
             "residual": top.residual,

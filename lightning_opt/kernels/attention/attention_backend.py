@@ -248,7 +248,7 @@ def _reason_not_used(
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(backend):
         warnings.simplefilter("always")
         if _backend_of(arguments, scale, grouped) == name:
-            return "it could, but this version of torch prefers another"
+            return "it could, but it is disabled or torch prefers another"
     reasons: list[str] = []
     section = ""
     for warning in caught:

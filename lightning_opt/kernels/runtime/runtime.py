@@ -135,7 +135,7 @@ def set_allocator(option: str, device: torch.device) -> Undo:
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None or not sys.platform.startswith("linux"):
         raise NotSetError("it needs Linux and torch 2.9 or newer")
-    present = str(getattr(torch._C, "_accelerator_getAllocatorSettings", _settings_before_2_12)())
+    present = str(getattr(torch._C, "_accelerator_getAllocatorSettings", _settings_in_snapshot)())
     if option in present:
         raise NotSetError(f"it is set to {present} already")
     # The allocator resets options that are missing, so the present ones are repeated.
@@ -143,7 +143,8 @@ def set_allocator(option: str, device: torch.device) -> Undo:
     return partial(configure, present or f"{option}:False")
 
 
-def _settings_before_2_12() -> str:
+def _settings_in_snapshot() -> str:
+    """Return the allocator's settings, for versions of torch that cannot read them otherwise."""
     return str(torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
 
 

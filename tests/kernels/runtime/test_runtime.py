@@ -119,6 +119,15 @@ def test_allocator_uses_expandable_segments_and_keeps_the_users_settings(monkeyp
     assert messages == [users]
 
 
+def test_older_torch_reads_the_settings_from_the_snapshot(monkeypatch):
+    messages = fake_cuda(monkeypatch)
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    snapshot = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
+    settings.set_allocator("expandable_segments", CUDA)()
+    assert messages[1:] == ["max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"]
+
+
 def test_cudnn_benchmark_is_off_with_deterministic_algorithms(monkeypatch):
     fake_cuda(monkeypatch)
     undo = settings.set_cudnn_benchmark(True, CUDA)
