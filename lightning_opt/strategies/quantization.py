@@ -111,6 +111,7 @@ class Quantizer:
                     [*command, folder], env=environment, stdout=none, stderr=none
                 )
                 atexit.register(child.kill)
+                os.setpriority(os.PRIO_PROCESS, child.pid, 10)  # training goes first
                 child.wait()
                 atexit.unregister(child.kill)
                 load = torch._inductor.aoti_load_package
@@ -133,7 +134,6 @@ quantizer = cache(Quantizer)
 
 def main(bits: int, block: int, folder: str) -> None:
     """Compile both functions for any number of rows, and write them to a folder."""
-    os.nice(10)
     torch.set_num_threads(16)  # for one thread, no parallel loop is written
     functions, rows = Quantizer(bits, block).eager, torch.randn(2**20 // block, block)
     inputs = {"encode": (rows,), "decode": (rows, *functions.encode(rows))}
