@@ -92,22 +92,26 @@ def test_code_of_a_record_is_its_script_its_features_and_shared_code(script):
 
 @pytest.mark.slow
 def test_hash_changes_with_code_and_not_with_comments(script, no_cache):
-    for file, part in {
+    parts = {
         "benchmarks/helping.py": "benchmarks/helping.py",
         "lightning_opt/gradients/clipping/norm_rules.py": "lightning_opt/gradients/clipping",
         "lightning_opt/gradients/gradient_callback.py": "lightning_opt/gradients/clipping",
         "lightning_opt/strategies/compressors.py": "lightning_opt/strategies/compression",
         "lightning_opt/core/output/report.py": "lightning_opt/core",
         "lightning_opt/memory/meters.py": None,
-    }.items():
-        no_cache()
+    }
+
+    def add(text, *files):
+        """Append to sources, and return the parts whose hash changes."""
         before = code_of(script)
-        path = module.ROOT / file
-        path.write_text(path.read_text() + '\n# A comment.\n"""A docstring."""\n')
-        no_cache()
-        assert code_of(script) == before
-        path.write_text(path.read_text() + "added = 1\n")
+        for file in files:
+            path = module.ROOT / file
+            path.write_text(path.read_text() + text)
         no_cache()
         after = code_of(script)
-        changed = {name for name in before if after[name] != before[name]}
+        return {name for name in before if after[name] != before[name]}
+
+    assert add('\n# A comment.\n"""A docstring."""\n', *parts) == set()
+    for file, part in parts.items():
+        changed = add("added = 1\n", file)
         assert changed == ({part} if part else set()), file

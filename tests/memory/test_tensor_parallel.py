@@ -102,7 +102,7 @@ class Net(LightningModule):
         return torch.optim.SGD(self.layers.parameters(), lr=0.2, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        data = torch.randn(12, 128, WIDTH, generator=torch.Generator().manual_seed(3))
+        data = torch.randn(12, 32, WIDTH, generator=torch.Generator().manual_seed(3))
         if self.kind == "2d":
             rank = self.device_mesh["data_parallel"].get_local_rank()
             return DataLoader(data[rank::2], batch_size=2)
