@@ -29,14 +29,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget=0.7"),
 ]
 
-WIDTH = 16
+WIDTH, HIDDEN = 16, 256
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -102,7 +102,7 @@ class Net(LightningModule):
         return torch.optim.SGD(self.layers.parameters(), lr=0.2, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        data = torch.randn(12, 32, WIDTH, generator=torch.Generator().manual_seed(3))
+        data = torch.randn(12, 8, WIDTH, generator=torch.Generator().manual_seed(3))
         if self.kind == "2d":
             rank = self.device_mesh["data_parallel"].get_local_rank()
             return DataLoader(data[rank::2], batch_size=2)
@@ -157,5 +157,6 @@ def test_weights_and_memory_agree_with_one_process(kind: str, processes: int) ->
             part = found["saved"]["layers.0.down"] / one["saved"]["layers.0.down"]
             assert part == (1 / 2 if kind == "tensor" else 1 / 4)
         if kind == "tensor":
+            # Gloo may hold some outputs of layers longer, which are small beside the hidden state.
             for mine, whole in zip(found["recomputed"], one["recomputed"], strict=True):
                 assert 0.4 * whole <= mine <= 0.75 * whole
