@@ -5,12 +5,13 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, get_worker_info
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner as tuning
@@ -129,30 +130,48 @@ def train_in_ddp(cached: bool, own_sampler: bool) -> Any:
     return runs
 
 
-def tune_in_ddp() -> Any:
-    """Tune under DDP, where rank 1 is slower."""
+def tune_in_ddp(late: bool) -> Any:
+    """Tune under DDP, where rank 1 is slower; return the settings, the table and the note.
+
+    Args:
+        late: Whether the time is up on rank 1 before the first measurement.
+    """
     allow_workers()
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Sleepy(24, 0.004 * (rank + 1))
     tuner = lo.DataPipelineTuner(max_workers=2, verbose=False)
     trainer = quiet_trainer(callbacks=[tuner], devices=2, strategy="ddp")
+    probe = tuning.probe
+
+    def probe_for_an_hour(*arguments: Any) -> Any:
+        later = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 3600, sleep=time.sleep)
+        tuning.time = later  # type: ignore[assignment]
+        return probe(*arguments)
+
+    if late and rank == 1:
+        tuning.probe = probe_for_an_hour
     trainer.fit(Recorded(), DataLoader(dataset, batch_size=4))
-    return tuner.chosen, tuner.report().rows
+    (note,) = tuner.report().notes
+    return tuner.chosen, tuner.report().rows, note[note.index("A batch") :]
 
 
 def tune_with_failures_on_rank_1() -> Any:
-    """Tune loaders whose workers hang or raise on rank 1; return loader settings and warnings."""
+    """Tune loaders that fail on rank 1; return loader settings and warnings."""
     allow_workers()
     warnings = list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     tuning.log.addHandler(handler)
     settings = []
-    for failure in ("hang", "raise"):
-        data = DataLoader(FailsInWorkers(failure), batch_size=4)
+    for failure in ("hang", "raise", "sampler"):
+        dataset = FailsInWorkers(failure)
+        sampler = FailingSampler(dataset) if failure == "sampler" else None
+        data = DataLoader(dataset, batch_size=4, sampler=sampler)
         tuner = lo.DataPipelineTuner(max_workers=1, budget_seconds=2.0, verbose=False)
         record = Settings()
-        trainer = quiet_trainer(callbacks=[tuner, record], devices=2, strategy="ddp")
+        trainer = quiet_trainer(
+            callbacks=[tuner, record], devices=2, strategy="ddp", use_distributed_sampler=False
+        )
         trainer.fit(Recorded(), data)
         settings.append(record.settings)
         assert tuner.chosen is None
@@ -176,6 +195,15 @@ class Sleepy(Rows):
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.seconds)
         return super().__getitem__(index)
+
+
+class FailingSampler(SequentialSampler):
+    """Cannot be copied on rank 1."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if os.environ["LOCAL_RANK"] == "1":
+            raise RuntimeError("broken sampler")
+        return self
 
 
 class FailsInWorkers(Sleepy):

@@ -334,8 +334,9 @@ def find_if_one_rank_runs_out() -> dict[str, Any]:
             devices=2, strategy="ddp", use_distributed_sampler=True, callbacks=callbacks
         )
         fastest = {"mode": "fastest", "max_size": 4} if where == "fastest" else {}
-        found = lo.find_batch_size(trainer, Unequal(), loader_of(400), budget_mb=10**6, **fastest)
-        results[where] = found.fastest if fastest else found.largest
+        results[where] = lo.find_batch_size(
+            trainer, Unequal(), loader_of(400), budget_mb=10**6, **fastest
+        )
     callback = lo.DynamicBatchSize(budget_mb=10**6, max_size=60, scale_lr="linear")
     model = Wide()
     trainer = quiet_trainer(
@@ -349,10 +350,10 @@ def find_if_one_rank_runs_out() -> dict[str, Any]:
 @pytest.mark.distributed
 def test_ranks_find_the_same_size_if_one_runs_out_of_memory():
     first, second = launch(find_if_one_rank_runs_out)
-    assert first == second
+    assert first == second  # also the memory and the speed of each trial
     for where in ("forward", "backward", "update", "guarded"):
-        assert 8 <= first[where] <= 50
-    assert 2 <= first["fastest"] <= 4
+        assert 8 <= first[where].largest <= 50
+    assert 2 <= first["fastest"].fastest <= 4
     assert first["trained"] == (60, 4)
 
 

@@ -84,22 +84,27 @@ def test_samples_are_the_same_under_ddp(cached, own_sampler):
 
 @pytest.mark.distributed
 def test_ranks_choose_the_same_settings():
-    (first, rows), (second, other_rows) = launch(tune_in_ddp)
-    assert first == second
+    (first, rows, note), (second, other_rows, other_note) = launch(tune_in_ddp, False)
+    assert (first, note) == (second, other_note)
     assert rows[1:] == other_rows[1:]  # the slower rank's times
     assert first.workers >= 1
 
 
 @pytest.mark.distributed
+def test_all_ranks_end_when_the_time_is_up_on_one():
+    (first, *_), (second, *_) = launch(tune_in_ddp, True)
+    assert first == second == LoaderSettings()
+
+
+@pytest.mark.distributed
 def test_failed_trial_on_one_rank_keeps_the_loader_of_all_ranks():
-    """With a worker that hangs, and one that raises."""
+    """With a worker that hangs, one that raises, and a sampler that raises."""
     for (settings, warnings), reasons in zip(
         launch(tune_with_failures_on_rank_1),
-        (["another rank"] * 2, ["timed out", "broken worker"]),
+        (["another rank"] * 3, ["timed out", "broken worker", "broken sampler"]),
         strict=True,
     ):
-        assert settings == [LoaderSettings()] * 2
-        assert len(warnings) == 2
+        assert settings == [LoaderSettings()] * 3
         for warning, reason in zip(warnings, reasons, strict=True):
             assert reason in warning
 

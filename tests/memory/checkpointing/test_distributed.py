@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.measure.memory import MB
+from lightning_opt.core.measure.memory import MB, MemoryLimits
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.processes import launch
@@ -139,11 +139,11 @@ class Growing(Uneven):
 UNEVEN = {"devices": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
 
 
-def plan_for_uneven_batches() -> tuple[float, float, int]:
-    """Return this rank's peak and limit, and the number of recomputed blocks."""
+def plan_for_uneven_batches() -> tuple[float, float, int, float]:
+    """Return this rank's peak, its limit, the number of recomputed blocks, and the free memory."""
     ARCHITECTURES["Uneven"] = Uneven
 
-    def plan(budget_mb: float) -> Any:
+    def plan(budget_mb: float | None) -> Any:
         callback = ActivationCheckpointing("auto", budget_mb=budget_mb)
         strategy = DDPStrategy(process_group_backend="gloo")
         train("Uneven", callback, max_steps=1, strategy=strategy, **UNEVEN)
@@ -155,15 +155,20 @@ def plan_for_uneven_batches() -> tuple[float, float, int]:
     torch.distributed.all_gather_object(peaks, found.profile.unchecked_peak)
     assert peaks[0] < 0.6 * peaks[1]
     found = plan((persistent + 0.75 * peaks[1]) / MB)
-    return found.peak + found.profile.reserve, found.limit, len(found.plan)
+    with pytest.MonkeyPatch.context() as patch:
+        rooms = (2.0**40, 2.0**30)
+        patch.setattr(MemoryLimits, "room", lambda self: rooms[torch.distributed.get_rank()])
+        free = plan(None).limit
+    return found.peak + found.profile.reserve, found.limit, len(found.plan), free
 
 
 def test_plan_fits_the_rank_with_the_largest_peak() -> None:
     """The other rank would keep everything within the same budget."""
     first, second = launch(plan_for_uneven_batches)
-    for peak, limit, recomputed in (first, second):
+    for peak, limit, recomputed, free in (first, second):
         assert 0 < peak <= limit
         assert recomputed > 0
+        assert free <= 2**30  # of rank 1
     assert first[2] == second[2]
 
 
