@@ -125,10 +125,12 @@ def test_incompatible_switches_are_not_allowed() -> None:
 
 def test_settings_are_joined_in_order() -> None:
     base = {"accelerator": "cpu", "callbacks": LearningRateMonitor(), "max_epochs": 1}
-    space = Space("memory", NET, base=base)
-    settings = space.settings(["compile", "bf16"], {"callbacks": ["last"], "max_epochs": 3})
+    space = Space("memory", NET, base=base | {"plugins": ["base"]})
+    more = {"callbacks": ["last"], "max_epochs": 3, "plugins": "own"}
+    settings = space.settings(["compile", "bf16"], more)
     assert not callable(settings)
-    assert [*settings] == ["accelerator", "callbacks", "max_epochs", "precision"]
+    assert [*settings] == ["accelerator", "callbacks", "max_epochs", "plugins", "precision"]
+    assert settings["plugins"] == ["base", "own"]
     assert settings["max_epochs"] == 3
     monitor, compiled, last = settings["callbacks"]
     assert isinstance(monitor, LearningRateMonitor)

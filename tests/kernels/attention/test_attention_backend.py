@@ -184,6 +184,8 @@ def test_each_shape_of_the_first_batch_gets_a_row_with_its_dtype_under_autocast(
     assert {row["dtype"] for row in attention.report().rows} == {"bfloat16"}
     found = [(row["query"], row["calls"]) for row in attention.report().rows]
     assert found == [("(4, 2, 6, 4)", 2), ("(4, 2, 3, 4)", 1)]
+    fit(Net(), attention)  # a second fit
+    assert [(row["dtype"], row["calls"]) for row in attention.report().rows] == [("float32", 1)]
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

@@ -293,14 +293,16 @@ def test_user_callbacks_give_verdicts_and_failures_become_notes():
     assert diagnosis.notes[0] == "Failing failed: OSError: planted"
 
 
-def test_verdict_that_needs_attention_is_used():
+def test_verdict_that_needs_attention_or_gains_most_is_used():
     class One(Callback):
-        def __init__(self, state):
-            self.state = state
+        def __init__(self, state, gain=0.0):
+            self.state, self.gain = state, gain
 
         def diagnose(self):
-            return [Verdict("data", self.state, self.state)]
+            return [Verdict("data", self.state, self.state, gain=self.gain)]
 
+    gains = [One("look", gain) for gain in (0.1, 0.3, 0.2)]
+    assert lo.doctor(quiet_trainer(callbacks=gains))["data"].gain == 0.3
     for states in (["ok", "look", "unknown"], ["unknown", "ok"], ["unknown"]):
         diagnosis = lo.doctor(quiet_trainer(callbacks=[One(state) for state in states]))
         assert diagnosis["data"].state == min(states, key=("look", "ok", "unknown").index)

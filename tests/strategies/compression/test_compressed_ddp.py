@@ -176,13 +176,15 @@ def _second_half(folder: str, strategies: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_resumed_run_loses_nothing_at_any_number_of_ranks(tmp_path):
-    topk, int4 = {"compressor": TopK(0.05)}, {"compressor": Quantize(4)}
+    topk = {"compressor": TopK(0.05), "ramp_steps": 60}
+    int4 = {"compressor": Quantize(4)}
     auto = {"compressor": Threshold("auto"), "bucket_cap_mb": 25}
     folder = str(tmp_path)
     launch(_first_half, folder, {"topk": topk, "dense": "ddp", "auto": auto})
     launch(_first_half, folder, {"int4": int4}, processes=3)
     key = CompressedDDPStrategy.checkpoint_key
-    assert torch.load(tmp_path / "topk", weights_only=True)[key]["step"] == 19
+    saved = torch.load(tmp_path / "topk", weights_only=True)[key]
+    assert saved["step"] == 19
     assert key not in torch.load(tmp_path / "topk.weights", weights_only=True)
     bounds = torch.load(tmp_path / "auto", weights_only=True)[key]["bounds"]
     assert len(bounds) == 1
@@ -190,6 +192,7 @@ def test_resumed_run_loses_nothing_at_any_number_of_ranks(tmp_path):
     three = {"topk": (topk, 2), "auto": (auto, 2), "int4": (int4, 3)}
     for states in launch(_second_half, folder, three, processes=3):
         assert states["auto"]["bounds"] == bounds
+        assert states["topk"]["ramped"] == saved["ramped"] + 20
 
 
 # --- reports ------------------------------------------------------------------------------------

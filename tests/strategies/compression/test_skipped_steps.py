@@ -129,11 +129,14 @@ def _clip() -> None:
     fit(Ledger(), compressed(Quantize(8)), range(12), callbacks=[lo.AdaptiveClipping()])
     fit(ClipsByHand(), compressed(Quantize(8)), range(12))
     # A rank's gradient is clipped before it enters the residual, in each of the 9 steps.
-    for algorithm, bound in (("value", 0.01), ("norm", 0.01 / math.sqrt(2))):
+    for algorithm, bound, plugins in (
+        ("value", 0.01, []),
+        ("norm", 0.01 / math.sqrt(2), []),
+        ("value", 0.01, [lo.DynamicLossScale(init_scale=1024.0)]),
+    ):
         strategy = compressed(bucket_cap_mb=25)
-        fit(
-            Ledger(), strategy, range(12), gradient_clip_val=0.01, gradient_clip_algorithm=algorithm
-        )
+        clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+        fit(Ledger(), strategy, range(12), plugins=plugins, **clip)
         rest = torch.cat(list(strategy.kept.values()))
         size = rest.abs().max() if algorithm == "value" else rest.norm()
         assert 0.5 * bound < size <= 9 * bound + 1e-6
