@@ -15,7 +15,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
-from lightning_opt.cli import main
+from lightning_opt.cli import main, measuring_commands
 from lightning_opt.cli.main import COMMANDS
 from tests.cli.small_project import Small, SmallData
 from tests.helpers.models import SmallNet
@@ -319,10 +319,16 @@ def test_doctor_reports_findings(capsys, tmp_path):
     assert found["optimizer"]["finding"] in page
 
 
-def test_model_with_its_own_loaders_needs_no_data(capsys):
+def test_model_with_its_own_loaders_needs_no_data(capsys, monkeypatch):
+    seeds = []
+    record = lambda seed, **settings: seeds.append(seed)  # noqa: E731
+    monkeypatch.setattr(measuring_commands, "seed_everything", record)
     path = f"{SmallNet.__module__}:SmallNet"
-    assert main(["profile", path, "--model.lr=0.01", "--steps=2", *QUIET]) == 0
+    words = [path, "--model.lr=0.01", "--steps=2", "--seed_everything=7", *QUIET]
+    assert main(["profile", *words]) == 0
     assert "backward" in capsys.readouterr().out
+    assert main(["doctor", *words]) == 0  # without --strict
+    assert seeds == [7, 7]
 
 
 @pytest.mark.slow

@@ -246,6 +246,11 @@ class TestDamagedWeights:
 
 
 class TestStop:
+    @pytest.mark.parametrize("kind", ["loss_spike", "gradient_spike"])
+    def test_spikes_alone_never_stop_a_run(self, kind: Any) -> None:
+        escalation = Escalation(max_consecutive=2)
+        assert "raise" not in {escalation.record(0, kind) for _ in range(30)}
+
     def test_policy_raise_stops_at_the_first_fault(self) -> None:
         model, guard = FaultyNet({5: "log"}), lo.NonFiniteGuard("raise")
         with pytest.raises(FloatingPointError, match=r"at step 5 \(epoch 0, batch 5, rank 0\)"):
