@@ -161,14 +161,12 @@ def test_dict_subclasses_are_restored_except_frozen_ones():
     assert holder.config == {"width": 2}
 
 
-@pytest.mark.parametrize("draws", [1, 2, 3])
-def test_global_random_states_are_restored_with_the_second_number_of_a_pair(draws):
+def test_global_random_states_are_restored_with_the_second_number_of_a_pair():
     for draw in (random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn):
-        for _ in range(draws):
+        for _ in range(3):
             draw()
-        undo = random_states([])
-        python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
-        for _ in range(2):
+            undo = random_states([])
+            python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
             for other in (random.random, np.random.randn, np.random.rand, draw):
                 other()
             for restore in undo:
