@@ -252,6 +252,8 @@ def test_run_logs_peaks_and_categories():
     assert logger.series("profile/resident_mb")[0] > 50
     assert len(profiler.profile.records) == 5 * 6
     assert logger.series("profile/parameters_mb") == [WEIGHTS / MB] * 5
+    # The part of the phase "forward" before the backward pass needs most, but is not the last.
+    assert profiler.profile.peaks["forward"][-1] >= profiler.profile.latest("before_backward").live
     row = next(row for row in profiler.report().rows if row["phase"] == "backward")
     assert row["peak MB"] == max(profiler.profile.peaks["backward"]) / MB
     assert row["gradients MB"] == WEIGHTS / MB
