@@ -26,8 +26,7 @@ def test_planted_faults_are_rejected(task: Any) -> None:
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_harmless_changes_are_accepted(task: Any) -> None:
-    scaled = {"precision": None, "plugins": [lo.DynamicLossScale(init_scale=1024.0)]}
-    changes: list[dict[str, Any]] = [{"precision": "bf16-mixed"}, scaled]
+    changes: list[dict[str, Any]] = [{"precision": "bf16-mixed"}]
     if task[0] == "ConvNet":
         changes.append({"callbacks": [lo.ChannelsLast()]})
     else:  # where the model draws random numbers, and does not normalise over a batch
