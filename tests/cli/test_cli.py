@@ -321,8 +321,7 @@ def test_doctor_reports_findings(capsys, tmp_path):
 
 def test_model_with_its_own_loaders_needs_no_data(capsys, monkeypatch):
     seeds = []
-    record = lambda seed, **settings: seeds.append(seed)  # noqa: E731
-    monkeypatch.setattr(measuring_commands, "seed_everything", record)
+    monkeypatch.setattr(measuring_commands, "seed_everything", lambda seed, **_: seeds.append(seed))
     path = f"{SmallNet.__module__}:SmallNet"
     words = [path, "--model.lr=0.01", "--steps=2", "--seed_everything=7", *QUIET]
     assert main(["profile", *words]) == 0

@@ -167,9 +167,10 @@ def test_global_random_states_are_restored_with_the_second_number_of_a_pair():
             draw()
             undo = random_states([])
             python, numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
-            for other in (random.random, np.random.randn, np.random.rand, draw):
-                other()
-            for restore in undo:
-                restore()
-            assert random.getstate() == python
-            np.testing.assert_equal(np.random.get_state(legacy=False), numpy)  # noqa: NPY002
+            for _ in range(2):
+                for other in (random.random, np.random.randn, np.random.rand, draw):
+                    other()
+                for restore in undo:
+                    restore()
+                assert random.getstate() == python
+                np.testing.assert_equal(np.random.get_state(legacy=False), numpy)  # noqa: NPY002

@@ -70,10 +70,13 @@ def test_thresholds_equal_the_reference(name: str, path: str) -> None:
     np.testing.assert_allclose(measured, reference_of(name), rtol=1e-5)
 
 
+WARMUP = 25
+
+
 def norms_for_zclip() -> list[float]:
     """Return norms of which the first after the warmup is a spike."""
     norms = list(lognormal_norms(STEPS))
-    norms[25] *= 50
+    norms[WARMUP] *= 50
     return norms
 
 
@@ -81,7 +84,7 @@ def norms_for_zclip() -> list[float]:
 def passed_by_zclip(max_norm: float | None) -> tuple[np.ndarray, float, float]:
     """Return the norms after clipping with the package zclip, its mean and its variance."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    peer = zclip.ZClip(alpha=0.97, z_thresh=2.5, warmup_steps=25, max_grad_norm=max_norm)
+    peer = zclip.ZClip(alpha=0.97, z_thresh=2.5, warmup_steps=WARMUP, max_grad_norm=max_norm)
     passed = []
     for norm in norms_for_zclip():
         model.weight.grad = torch.full((1, 1), norm, dtype=torch.float64)
@@ -93,7 +96,7 @@ def passed_by_zclip(max_norm: float | None) -> tuple[np.ndarray, float, float]:
 @both_paths
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_zclip_equals_the_package(max_norm: float | None, path: str) -> None:
-    rule = ZClip(alpha=0.97, z=2.5, warmup=25, max_norm=max_norm)
+    rule = ZClip(alpha=0.97, z=2.5, warmup=WARMUP, max_norm=max_norm)
     norms, state = np.array(norms_for_zclip()), rule.init()
     limits = np.array(thresholds_of(rule, norms.tolist(), path, state))
     passed, mean, var = passed_by_zclip(max_norm)
