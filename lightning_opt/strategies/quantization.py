@@ -107,13 +107,16 @@ class Quantizer:
         none = subprocess.DEVNULL
         with suppress(Exception):  # no compiler, torch before 2.6
             with tempfile.TemporaryDirectory() as folder:
-                child = subprocess.Popen(
+                with subprocess.Popen(
                     [*command, folder], env=environment, stdout=none, stderr=none
-                )
-                atexit.register(child.kill)
-                os.setpriority(os.PRIO_PROCESS, child.pid, 10)  # training goes first
-                child.wait()
-                atexit.unregister(child.kill)
+                ) as child:
+                    atexit.register(child.kill)
+                    try:
+                        os.setpriority(os.PRIO_PROCESS, child.pid, 10)  # training goes first
+                        child.wait()
+                    finally:
+                        child.kill()  # has no effect after its end
+                        atexit.unregister(child.kill)
                 load = torch._inductor.aoti_load_package
                 compiled = Functions(load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2"))
             if all(map(torch.equal, self._outcome(compiled), self._outcome(self.eager))):

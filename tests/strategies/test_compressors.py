@@ -2,6 +2,8 @@
 
 import os
 import queue
+import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -273,3 +275,21 @@ def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
 def test_invalid_arguments_raise(make, word):
     with pytest.raises(ValueError, match=word):
         make()
+
+
+def test_compiler_ends_if_its_priority_cannot_be_set(monkeypatch):
+    class Started(subprocess.Popen):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            children.append(self)
+
+    def refuse(*_):
+        raise PermissionError
+
+    children = []
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    quantizer = Quantizer(4, 34)
+    quantizer.compile()
+    assert quantizer.compiled is quantizer.eager
+    assert children[0].returncode == -signal.SIGKILL
