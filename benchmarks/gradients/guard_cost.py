@@ -1,12 +1,13 @@
-"""Cost of NonFiniteGuard in a training step, alone and with AdaptiveClipping.
+"""Cost of NonFiniteGuard in a training step, alone, with AdaptiveClipping and with GradientHealth.
 
-Supports: guard and clipping share one measurement of the gradient, so that both together cost
-little more than one of them. There are no faults, as usual.
+Supports: the three share one measurement of the gradients, so that all together cost little more
+than one of them. There are no faults, as usual.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
@@ -19,6 +20,12 @@ NEVER = 10**9
 """Steps between reports: more than there are."""
 
 
+def two_hundred_tensor_mlp(device: str) -> Regression:
+    """A hundred linear layers of 32: little computation for many tensors."""
+    layers = [layer for _ in range(100) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    return Regression(nn.Sequential(*layers), torch.randn(16, 32, device=device)).to(device)
+
+
 def measure(name: str, module: Regression, rounds: int, steps: int) -> list[dict[str, object]]:
     """Time the steps of one model with each set of callbacks."""
     module.fused = module.batch.is_cuda or None
@@ -28,6 +35,11 @@ def measure(name: str, module: Regression, rounds: int, steps: int) -> list[dict
         "NonFiniteGuard": [lo.NonFiniteGuard(every_n_steps=NEVER)],
         "NonFiniteGuard(spike=8)": [lo.NonFiniteGuard(spike=8.0, every_n_steps=NEVER)],
         "NonFiniteGuard, AdaptiveClipping": [
+            lo.NonFiniteGuard(every_n_steps=NEVER),
+            lo.AdaptiveClipping(every_n_steps=NEVER),
+        ],
+        "GradientHealth, NonFiniteGuard, AdaptiveClipping": [
+            lo.GradientHealth(every_n_steps=NEVER),
             lo.NonFiniteGuard(every_n_steps=NEVER),
             lo.AdaptiveClipping(every_n_steps=NEVER),
         ],
@@ -44,7 +56,7 @@ def measure(name: str, module: Regression, rounds: int, steps: int) -> list[dict
 
 
 def main() -> None:
-    """Measure both models and publish the table."""
+    """Measure each model and publish the table."""
     arguments = parse_arguments(__doc__)
     torch.manual_seed(0)
     device, quick = arguments.device, arguments.quick
@@ -53,6 +65,8 @@ def main() -> None:
     rows = measure("40-tensor MLP", forty_tensor_mlp(device), rounds[0], 100)
     report = lo.Report("Cost of the guard", rows, notes)
     publish("guard_cost", report, arguments, complete=False)
+    rows += measure("200-tensor MLP", two_hundred_tensor_mlp(device), rounds[0], 50)
+    publish("guard_cost", lo.Report("Cost of the guard", rows, notes), arguments, complete=False)
     rows += measure("9.5 M transformer", ten_million_transformer(device), rounds[1], 10)
     publish("guard_cost", lo.Report("Cost of the guard", rows, notes), arguments)
 

@@ -123,22 +123,28 @@ def _average_compressed(
     gathered = torch.empty(count, row, dtype=torch.uint8, device=_message_device(residual))
     if replicas.is_leader:
         shards = _shards(residual, size, count)
+        own_shard = shards[replicas.index]
         sent = torch.zeros(count, row, dtype=torch.uint8, device=residual.device)
         for shard, codec.message in zip(shards, sent, strict=True):
             write_flag(codec.message, not finite)
-            if finite:
+            if finite and shard is not own_shard:
                 codec.compress(shard)
         received = all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
-        messages = [message for message in received if not any_flag(message)]
-        total = torch.zeros_like(shards[replicas.index])
+        others = [*received[: replicas.index], *received[replicas.index + 1 :]]
+        messages = [message for message in others if not any_flag(message)]
+        share = 1.0 / max(len(messages) + finite, 1)
+        # This replica's own values count as they are, and leave no rest.
+        total = own_shard * (share * finite)
+        own_shard.mul_(not finite)
         for message in messages:
-            codec.decompress_add(message, total, 1.0 / len(messages))
+            codec.decompress_add(message, total, share)
         own = codec.message = torch.zeros_like(sent[0])
-        write_flag(own, not messages)
-        if messages:
+        is_empty = not (finite or messages)
+        write_flag(own, is_empty)
+        if not is_empty:
             codec.compress(total)
             # The unsent rest of the mean.
-            shards[replicas.index].add_(total, alpha=count)
+            own_shard.add_(total, alpha=count)
         gathered.copy_(all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
     if replicas.local_group is not None:

@@ -91,7 +91,7 @@ class Fragment:
             norms.append((norm(update), norm(own[chunk] - update)))
             if momentum:
                 buffer = self.momentum[chunk].mul_(momentum).add_(update)
-                update = update + buffer * momentum
+                update = (buffer * momentum).add_(update)
             update = update * lr
             self.outer[chunk].sub_(update)
             if self.pseudo_gradient is not None:
