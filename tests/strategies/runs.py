@@ -154,11 +154,12 @@ def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """Return the strategy's state of a checkpoint written now. All ranks must call it."""
-    path = trainer.strategy.broadcast(f"{tempfile.mkdtemp()}/now.ckpt")
-    trainer.save_checkpoint(path)
-    state: dict[str, Any] = torch.load(path, weights_only=True)[
-        CompressedDDPStrategy.checkpoint_key
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = trainer.strategy.broadcast(f"{folder}/now.ckpt")
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        trainer.strategy.barrier()  # before rank 0 deletes the folder
+    state: dict[str, Any] = saved[CompressedDDPStrategy.checkpoint_key]
     return state
 
 

@@ -245,9 +245,10 @@ class TestRecords:
 
 
 class TestOrder:
-    def test_clipping_does_not_count_skipped_steps(self) -> None:
+    @pytest.mark.parametrize("between", [[], [Callback()]])
+    def test_clipping_does_not_count_skipped_steps(self, between: list[Callback]) -> None:
         clipping = lo.AdaptiveClipping(lo.FixedNorm(1e9))
-        fit(FaultyNet(BAD), lo.NonFiniteGuard(), Callback(), clipping)
+        fit(FaultyNet(BAD), lo.NonFiniteGuard(), *between, clipping)
         assert clipping.report().rows[0]["steps"] == 12 - len(BAD)
 
     def test_gradients_of_a_skipped_step_stay_readable(self, device_path: bool) -> None:

@@ -85,6 +85,7 @@ def test_nan_in_a_module_is_reported_with_module_and_batch(path):
     assert (issue.severity, issue.place) == ("critical", "net.4")
     assert "epoch 0, batch 23" in issue.detail
     assert health.summary().status == "critical"
+    assert not any(module._forward_hooks for module in net.modules())
 
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
@@ -105,14 +106,17 @@ def test_nan_between_modules_is_reported_at_the_next_module(path):
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
 def test_nan_in_the_backward_pass_is_reported_at_the_layer_nearest_to_the_loss(path):
     class Root(nn.Module):
-        """Finite outputs, but the gradient of a root at zero times zero is NaN."""
+        """Finite outputs, but the gradient of a root at zero times zero is NaN in one batch."""
+
+        calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + (0 * x).sqrt()
+            self.calls += 1
+            return x + (0 * x).sqrt() if self.calls == 10 else x
 
     net = mlp(4)
     net.insert(5, Root())  # linear layers: 0, 2, 4, then 7 and 9
-    issue = issue_of(train(Classifier(net), steps=5, every=5), "nan")
+    issue = issue_of(train(Classifier(net), steps=10, every=5), "nan")
     assert issue.place == "net.4"
     assert "3 of 5 layers" in issue.detail
 
@@ -247,9 +251,18 @@ def test_loss_scaler_overflows_are_counted_but_no_issue(fused):
     assert not [issue for issue in health.issues if issue.severity == "critical"]
 
 
-def test_nan_at_every_loss_scale_is_an_issue():
+def test_nan_at_every_loss_scale_is_an_issue_even_if_the_run_is_resumed(tmp_path):
+    """That is, after 20 steps in a row."""
     net = mlp(2)
     with torch.no_grad():
         net[2].weight[0, 0] = math.nan
-    health = train(Classifier(net), steps=40, plugins=scaled(2.0**16))
-    assert issue_of(health, "nan").severity == "critical"
+    last = None
+    for steps, severities in ((15, []), (25, ["critical"])):
+        health = GradientHealth(every_n_steps=5)
+        trainer = quiet_trainer(
+            callbacks=[health], max_steps=steps, max_epochs=-1, plugins=scaled(2.0**16)
+        )
+        trainer.fit(Classifier(net), ckpt_path=last, weights_only=True)
+        assert [issue.severity for issue in health.issues] == severities
+        last = tmp_path / f"{steps}.ckpt"
+        trainer.save_checkpoint(last)

@@ -49,7 +49,7 @@ def run_steps(hook: CompressedReduction, parameters: list[Tensor], device: str) 
     for step in range(5):
         buckets = gradients(step, device)
         if step == 2 and device == "cpu":
-            buckets[1][-1] = math.inf
+            buckets[1][-1] = -math.inf
         for index, buffer in enumerate(buckets):
             own = parameters[:1] if index == 0 else parameters[1:]
             bucket = SimulatedBucket(index, own, buffer)
