@@ -103,6 +103,12 @@ def test_budget_mb_covers_parameters_gradients_and_optimizer_state() -> None:
     assert 0 < measured_peak(callback, model) <= wanted - persistent
 
 
+def test_frozen_parameters_need_no_room_for_gradients() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[0].requires_grad_(False)
+    assert persistent_bytes(model, []) == 3 * 4 * 4 * 4
+
+
 def test_impossible_budget_raises_early_and_the_error_has_the_smallest_budget() -> None:
     model = Wide()
     before = {name: value.clone() for name, value in model.state_dict().items()}

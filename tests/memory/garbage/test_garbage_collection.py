@@ -80,8 +80,8 @@ def train(callback: lo.GarbageCollection, batches: int = 12, **settings: Any) ->
 
 
 def test_collections_happen_only_on_schedule_and_objects_are_frozen(nothing_frozen):
-    logger = MemoryLogger()
-    spy = train(lo.GarbageCollection(every_n_steps=4), logger=logger)
+    logger, callback = MemoryLogger(), lo.GarbageCollection(every_n_steps=4)
+    spy = train(callback, logger=logger)
     assert not any(spy.enabled)
     assert spy.collections == [(4, 2), (8, 2), (12, 2)]
     assert spy.alive == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
@@ -94,6 +94,8 @@ def test_collections_happen_only_on_schedule_and_objects_are_frozen(nothing_froz
     assert max(after) - min(after) < 100
     assert min(after) > max(before)
     assert gc.get_freeze_count() == 0
+    for batches in (5, 4):  # each fit counts its own batches
+        assert train(callback, batches).collections == [(4, 2)]
 
 
 def test_disabled_collection_and_frozen_objects_stay_so():

@@ -318,6 +318,14 @@ def test_out_of_memory_in_a_phase_is_reported(tmp_path, monkeypatch):
     assert (tmp_path / "out_of_memory.txt").read_text().startswith("Out of memory in loading")
 
 
+def test_out_of_memory_error_is_kept_if_the_report_cannot_be_written(tmp_path, caplog):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(RuntimeError, match=r"allocate memory|not enough memory"):
+        profile(OutOfMemoryNet(), every_n_steps=1, default_root_dir=file)
+    assert "could not write the live tensors" in caplog.text
+
+
 def run_out_under_a_limit(folder: str) -> tuple[str, list[str]]:
     """Exceed a memory limit in the backward pass."""
     import resource
