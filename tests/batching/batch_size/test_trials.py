@@ -242,6 +242,15 @@ def test_memory_is_measured_on_worst_batch_and_time_on_loader_batches():
     assert gc.get_freeze_count() == frozen
 
 
+def test_another_error_than_out_of_memory_is_raised():
+    class Broken(Wide):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        lo.find_batch_size(quiet_trainer(), Broken(), loader_of(400))
+
+
 def test_short_last_batch_is_skipped():
     # 25 samples in batches of 12 leave one, on which BatchNorm fails.
     loader = DataLoader(TensorDataset(torch.randn(25, 8)), batch_size=5)

@@ -396,6 +396,10 @@ def test_learned_sizes_are_logged_reported_and_resumed(tmp_path):
     )
     assert second.events == first.events
     assert [event["size"] for event in second.events] == [8, 4]  # none after the resume
+    fresh = lo.MicroBatching()
+    for callback in (first, fresh):
+        quiet_trainer(callbacks=[callback]).fit(Net(), DataLoader(Samples(64), batch_size=16))
+    assert first.state_dict() == fresh.state_dict()  # what it learned was of another model
 
 
 # --- errors -----------------------------------------------------------------------------------

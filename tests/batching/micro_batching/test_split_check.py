@@ -1,5 +1,6 @@
 """The check of splits, with different kinds of first batches."""
 
+import os
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from tests.helpers.models import assert_same_weights
+from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
@@ -65,8 +67,15 @@ def count_tokens(batch: Any) -> Tensor:
 def warned(net: LightningModule, micro: lo.MicroBatching, **settings: Any) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "MicroBatching: the parts of a batch")
+        warnings.filterwarnings("ignore", ".*sync_dist")
         quiet_trainer(callbacks=[micro], **settings).fit(net)
     return any("not add up to its gradient" in str(warning.message) for warning in caught)
+
+
+class Noisy(Lengths):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, mask = batch
+        return super().training_step((x + torch.randn_like(x), mask), batch_idx)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -75,6 +84,17 @@ def test_mean_over_tokens_warns_whenever_lengths_differ(precision):
     for padded in (0, 3):  # also for a second model, and at the fourth batch
         assert warned(Lengths(padded=padded), micro, precision=precision)
     assert not warned(Lengths("samples"), micro, precision=precision)
+    assert not warned(Noisy("samples"), micro, precision=precision)
+
+
+def warned_with_padding_on_rank_1() -> bool:
+    net = Lengths(padded=100 * (os.environ["RANK"] == "0"))
+    return warned(net, lo.MicroBatching(4), strategy="ddp", devices=2)
+
+
+@pytest.mark.distributed
+def test_difference_on_another_rank_warns_on_the_first():
+    assert launch(warned_with_padding_on_rank_1)[0]
 
 
 @pytest.mark.parametrize(

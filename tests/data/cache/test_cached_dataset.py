@@ -114,6 +114,12 @@ def test_changed_item_does_not_change_the_cache(storage, tmp_path):
     assert cache.statistics()["hits"] == (2 if storage == "memory" else 3)
 
 
+def test_changed_item_does_not_change_the_dataset():
+    data = [torch.zeros(3) for _ in range(50)]
+    cached_dataset(data)[7].add_(1)
+    assert not any(item.any() for item in data)
+
+
 def test_missing_items_of_a_batch_are_fetched_together():
     cache = cached_dataset(Batched())
     cache[3]

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -99,7 +100,8 @@ def test_several_writers_stay_within_one_limit(tmp_path):
 def test_lru_evicts_the_least_recently_used_and_keep_evicts_nothing(tmp_path):
     for policy, expected in (("lru", "034"), ("keep", "012")):
         (tmp_path / policy).mkdir()
-        store = Store(tmp_path / policy, 24 * PAGESIZE, policy)
+        # As in a worker.
+        store = pickle.loads(pickle.dumps(Store(tmp_path / policy, 24 * PAGESIZE, policy)))
         for name in "012":
             put(store, name, bytes(5 * PAGESIZE))
         assert all(get(store, name) for name in "010")

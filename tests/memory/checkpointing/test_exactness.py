@@ -110,6 +110,18 @@ def test_input_changed_in_place_after_the_block_raises(policy: str) -> None:
             output.sum().backward()
 
 
+@pytest.mark.parametrize("policy", ["every_layer", "block"])
+def test_output_changed_in_place_before_the_next_block_is_recomputed_so(policy: str) -> None:
+    def gradient(first: Any, second: Any) -> Tensor:
+        x = torch.ones(3, requires_grad=True)
+        second(first(x).add_(1)).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with checkpointed(policy, torch.sin, torch.sin) as layers:
+        assert torch.equal(gradient(*layers), gradient(torch.sin, torch.sin))
+
+
 def test_segment_with_other_shapes_in_the_recomputation_raises() -> None:
     sizes = iter([(2, 3), (4, 3)])
     with checkpointed("block", lambda x: x.expand(next(sizes)).sin(), torch.sin) as (first, _):
