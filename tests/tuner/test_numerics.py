@@ -45,7 +45,8 @@ PLANTED: dict[str, Callable[[str, Tensor], Tensor]] = {
     "one layer random": lambda name, values: shuffled(values) if name[0] == "0" else values,
     "one layer flipped": lambda name, values: -values if name[0] == "4" else values,
     "no gradient": lambda name, values: values * (name[0] != "1"),
-    "wrong scale": lambda name, values: values * 3,
+    "too long": lambda name, values: values * 3,
+    "too short": lambda name, values: values / 3,
 }
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import lightning_opt as lo
 from benchmarks.tuner import numerics
 from benchmarks.tuner.numerics import FAULTS, NETS, Planted, observe, usual, why_not
+from lightning_opt.tuner import probe
 from lightning_opt.tuner.numerics import compare_gradients
 
 TASK = ("ConvNet", "AdamW", False)
@@ -42,6 +43,13 @@ def test_observations_have_facts_gradients_and_distances() -> None:
     assert sorted(observed.moved) == [2, 4, 8]
     assert len(observed.gradients) == 4
     assert all(distance > 0 for distance in observed.moved[8].values())
+
+
+def test_elements_are_taken_from_the_whole_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = usual(TASK, 0, "32-true").gradients[0]
+    monkeypatch.setattr(probe, "MAX_ELEMENTS", 4)
+    for name, taken in observe(TASK, 0).gradients[0].items():
+        assert torch.equal(taken, whole[name][:: max(1, len(whole[name]) // 4)])
 
 
 def test_only_rank_0_writes_its_observations(monkeypatch: pytest.MonkeyPatch) -> None:

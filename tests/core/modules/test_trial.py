@@ -17,7 +17,8 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Teaching(L.LightningModule):
-    """Its step writes a teacher's weights and a buffer, and draws all kinds of random numbers."""
+    """Its step writes a teacher's weights and a buffer, draws all kinds of random numbers, and
+    changes the learning rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +39,16 @@ class Teaching(L.LightningModule):
             self.hidden[0].weight.lerp_(self.student.weight, 0.1)
             self.center.mul_(0.9).add_(batch.mean(0), alpha=0.1)
             self.student.weight.clamp_(-0.4, 0.4)  # as of a critic
+        if batch_idx:
+            self.lr_schedulers().step()
         noise = random.random() + np.random.rand() + self.draws.random()  # noqa: NPY002
         noise = noise + self.hidden[0](batch)
         noise = noise + torch.rand(4) + torch.rand(4, generator=self.own)
         return (self.student(batch) - self.teacher(batch) + noise - self.center).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.student.parameters(), lr=0.05)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.student.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(torch.arange(48.0).reshape(12, 4) / 48, batch_size=4)

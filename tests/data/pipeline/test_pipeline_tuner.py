@@ -160,6 +160,8 @@ def test_slow_items_get_workers_and_the_table_is_printed(capsys):
     assert rows[0]["workers"] == 0
     assert rows[0]["ms a batch"] > 40
     pickle.dumps(tuner)
+    fit(tuner, DataLoader(Rows(), batch_size=4))  # a fast loader, and another run
+    assert tuner.report().rows[0]["ms a batch"] < 40
 
 
 def test_torch_does_not_warn_about_the_measured_number_of_workers(monkeypatch):

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import statistics
 
 import pytest
 import torch
@@ -76,19 +77,21 @@ def test_step_time_includes_loading_but_not_validation(monkeypatch):
 
 
 def samples_per_step() -> list[float]:
-    """Return the samples per second times the seconds of each step."""
+    """Return the samples per second times the seconds of each step, last from the report."""
     logger = MemoryLogger()
     monitor = lo.PerformanceMonitor(every_n_steps=1)
     trainer = quiet_trainer(callbacks=[monitor], logger=logger, devices=2, strategy="ddp")
     trainer.fit(SmallNet(), loader_of(24, batch_size=3))
     rates, seconds = map(logger.series, ("perf/samples_per_second", "perf/step_seconds"))
-    return [rate * each for rate, each in zip(rates, seconds, strict=True)]
+    mean = report_of(monitor)["samples per second"] * statistics.fmean(seconds)
+    return [*(rate * each for rate, each in zip(rates, seconds, strict=True)), mean]
 
 
 @pytest.mark.distributed
 def test_rates_are_of_all_ranks():
-    first, _ = launch(samples_per_step)
-    assert first == [pytest.approx(2 * 3, rel=0.05)] * len(first) != []
+    (*logged, reported), _ = launch(samples_per_step)
+    assert logged == [pytest.approx(2 * 3, rel=0.05)] * len(logged) != []
+    assert reported == pytest.approx(2 * 3, rel=0.4)  # without the first steps
 
 
 def test_report_has_median_and_p95_without_the_first_two_steps(monkeypatch):
