@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -331,12 +332,16 @@ def test_model_with_its_own_loaders_needs_no_data(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_bench_writes_table_and_json(capsys, tmp_path):
+def test_bench_writes_table_and_json(capsys, tmp_path, monkeypatch):
+    compared = Mock(wraps=measuring_commands.compare)
+    monkeypatch.setattr(measuring_commands, "compare", compared)
     config = tmp_path / "other.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"accumulate_grad_batches": 2}}))
     words = ["bench", *TARGETS, "--preset=basic", f"--against={config}", "--out=there"]
     few = ["--starts=1", "--rounds=2", "--steps=4", "--seconds=20"]
-    assert main([*words, *few, *BARE]) == 0
+    assert main([*words, *few, "--trainer.gradient_clip_val=2", *BARE]) == 0
+    settings = compared.call_args.args[2][str(config)]
+    assert (settings["gradient_clip_val"], settings["accumulate_grad_batches"]) == (2, 2)
     assert "plain" in capsys.readouterr().out
     assert json.loads((tmp_path / "there" / "bench.json").read_text())
     table = (tmp_path / "there" / "bench.md").read_text()
