@@ -62,7 +62,7 @@ START = ("installation", "quickstart", "recipes", "examples", "many_machines", "
 COMING_FROM = tuple(f"migration/{page.stem}" for page in sorted((DOCS / "migration").glob("*.md")))
 REFERENCE = ("api", "compatibility", "zoo", "clients", "changelog", "contributing")
 MEASUREMENTS = ("benchmarks", "advice")
-CONTRIBUTORS = ("capabilities", "private_names")
+CONTRIBUTORS = ("capabilities", "planted_bugs", "private_names")
 """Pages below the one on contributing."""
 
 

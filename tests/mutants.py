@@ -1,7 +1,8 @@
 """Plants one bug at a time in a copy of the package, and checks that the named tests fail.
 
-Run by hand: ``python -m tests.mutants``, or with words of the promises to run only those
-(``python -m tests.mutants ranks resume``). A mutant survives if its tests pass.
+Run by hand. ``python -m tests.mutants`` runs all and writes ``docs/planted_bugs.md``; with words
+(``python -m tests.mutants ranks resume``) it runs those whose promises contain one. A mutant
+survives if its tests pass.
 """
 
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,18 @@ import tomllib
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("lightning_opt", "tests", "examples", "benchmarks", "pyproject.toml")
 TIMEOUT = 900.0
+PAGE = ROOT / "docs/planted_bugs.md"
+HEAD = """# Planted bugs
+
+Each row is a bug that `python -m tests.mutants` planted in a copy of the package, named by the
+promise that it breaks. It is found if the tests of that promise fail. Many were planted by readers
+of the code who had not seen the tests; those that no test found then got one.
+
+{dead} of {all} are found.
+
+| promise | planted in | |
+|---|---|---|
+"""
 
 
 class Mutant(NamedTuple):
@@ -80,6 +94,19 @@ def examine(mutant: Mutant, copy: Path, plain: dict[str, str]) -> str:
     return "SURVIVES" if outcome == "pass" else f"dies ({outcome})"
 
 
+def write_page(mutants: Sequence[Mutant], outcomes: Sequence[str]) -> None:
+    rows = [
+        f"| {mutant.promise} | `{mutant.folder}` | {'found' if is_dead(outcome) else outcome} |\n"
+        for mutant, outcome in zip(mutants, outcomes, strict=True)
+    ]
+    head = HEAD.format(dead=sum(map(is_dead, outcomes)), all=len(outcomes))
+    PAGE.write_text(head + "".join(rows))
+
+
+def is_dead(outcome: str) -> bool:
+    return outcome.startswith("dies")
+
+
 def main(words: list[str]) -> int:
     chosen = [
         mutant
@@ -101,7 +128,9 @@ def main(words: list[str]) -> int:
             outcomes.append(examine(mutant, copy, plain))
             seconds = time.monotonic() - start
             print(f"{outcomes[-1]:24} {seconds:4.0f} s  {mutant.promise}", flush=True)
-    dead = sum(outcome.startswith("dies") for outcome in outcomes)
+    if not words:
+        write_page(chosen, outcomes)
+    dead = sum(map(is_dead, outcomes))
     print(f"{dead} of {len(outcomes)} mutants die")
     return int(dead < len(outcomes))
 

@@ -83,6 +83,7 @@ CALLBACKS = {
     for name, export in ((name, getattr(lo, name)) for name in lo.__all__)
     if inspect.isclass(export) and issubclass(export, Callback)
 }
+assert SETTINGS.keys() | INSTEAD_OF_DEFAULTS.keys() <= CALLBACKS.keys()
 CASES = {name: [{}, *SETTINGS.get(name, [])] for name in CALLBACKS}
 
 
@@ -178,10 +179,6 @@ def test_constructor_has_plain_annotated_documented_parameters_with_defaults(nam
         assert parameter.annotation is not parameter.empty, parameter
         assert parameter.default is not parameter.empty, parameter
         assert f"\n    {parameter.name}:" in doc, parameter
-
-
-def test_settings_are_of_existing_callbacks():
-    assert SETTINGS.keys() | INSTEAD_OF_DEFAULTS.keys() <= CALLBACKS.keys()
 
 
 def run_cli(*arguments: str) -> LightningCLI:

@@ -82,22 +82,16 @@ def test_import_before_lightning_does_not_import_torch_and_registers_the_strateg
     assert trained == "True True"
 
 
-def test_exports_are_sorted_and_exist():
-    assert lo.__all__ == sorted(set(lo.__all__))
-    for name in lo.__all__:
-        assert getattr(lo, name).__name__ == name
-
-
-def test_every_public_name_is_exported():
+def test_every_public_name_is_exported_and_can_be_pickled():
     public = {
         name
         for name, value in vars(lo).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert public <= set(lo.__all__) == set(dir(lo))
-
-
-def test_exports_are_of_the_package_and_can_be_pickled():
+    assert lo.__all__ == sorted(set(lo.__all__))
     for name in lo.__all__:
-        assert getattr(lo, name).__module__.startswith("lightning_opt.")
-        assert pickle.loads(pickle.dumps(getattr(lo, name))) is getattr(lo, name)
+        export = getattr(lo, name)
+        assert export.__name__ == name
+        assert export.__module__.startswith("lightning_opt.")
+        assert pickle.loads(pickle.dumps(export)) is export

@@ -38,9 +38,6 @@ def test_wrong_learning_is_rejected_and_failures_are_reported(short_blocks: None
     assert "planted" in trials["raises"].details
     assert result.complete
     assert result.switches == ("less sleep",)
-    explanation = result.explain()
-    assert "wrong autocast: rejected; " in explanation
-    assert "raises: error; " in explanation
 
 
 @pytest.mark.slow

@@ -93,14 +93,6 @@ def test_search_is_near_the_optimum_with_a_fifth_of_the_trials(noise: float, sha
     assert trials / 300 <= 48 / 5  # 2 ** 6 without those that the exclusive pair forbids
 
 
-def test_multiplying_gains_take_one_extra_trial() -> None:
-    machine = Machine({"a": 0.8, "b": 0.9, "c": 1.4, "d": 0.95})
-    search = machine.search()
-    assert search.run() == ("a", "b", "d")
-    assert len(machine.tried) == 5
-    assert search.complete
-
-
 @pytest.mark.parametrize(
     ("factors", "pairs", "excluded", "best"),
     [

@@ -132,11 +132,6 @@ def test_weights_equal_training_on_whole_windows_in_float64(per, batches):
     assert max_difference(model, reference(TextNet(per), Texts(29), steps)) < 1e-6
 
 
-def test_lightning_alone_differs_from_training_on_whole_windows():
-    model, steps, _ = train(None, "tokens", accumulate_grad_batches=3)
-    assert max_difference(model, reference(TextNet("tokens"), Texts(29), steps)) > 1e-3
-
-
 def test_short_window_averages_over_its_own_batches():
     """Two batches of equal size in windows of three: Lightning divides by three."""
     model, steps, _ = train(lo.Accumulation(3, normalize="batches"), count=20)
@@ -372,15 +367,12 @@ def test_accumulator_sums_low_precision_in_float32():
     module = nn.Module()
     module.weight = weight
     accumulator = lo.GradientAccumulator(module)
-    naive = torch.zeros(3, dtype=torch.bfloat16)
     gradient = torch.tensor([0.1, 1.0, 3.0], dtype=torch.bfloat16)
     for _ in range(1000):
         accumulator.backward((weight * gradient).sum())
-        naive += gradient
     accumulator.average()
     assert weight.grad.dtype is torch.bfloat16
     torch.testing.assert_close(weight.grad, gradient, rtol=0.0, atol=0.0)
-    assert (naive / 1000 < 0.6 * gradient).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

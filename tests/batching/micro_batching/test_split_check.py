@@ -100,7 +100,6 @@ def test_difference_on_another_rank_warns_on_the_first():
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("samples", {}),
         ("tokens", {"loss": "mean_over_tokens", "count": count_tokens}),
         ("sum", {"loss": "sum"}),
     ],

@@ -70,11 +70,3 @@ def test_run_survives_a_limit_that_ends_the_bare_run(seed, where, room):
     assert run["seen"] == free["seen"]  # each once
     torch.testing.assert_close(run["weights"], free["weights"], rtol=0.0, atol=1e-6)
     assert run["loss"] == pytest.approx(free["loss"], rel=1e-5)
-
-
-@pytest.mark.distributed
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS")
-@pytest.mark.filterwarnings("ignore:MicroBatching. it was not possible to check")
-def test_one_sample_that_does_not_fit_raises():
-    (run,) = launch(train, 0, "forward", 4.0, "auto", processes=1)
-    assert "Even one sample does not fit" in run["end"]

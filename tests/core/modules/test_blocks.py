@@ -34,11 +34,6 @@ def stack(count: int, *args: int) -> nn.ModuleList:
     return nn.ModuleList(Layer(*args) for _ in range(count))
 
 
-def test_blocks_of_a_module_list() -> None:
-    model = Attributes(stem=nn.Linear(3, 4), zzz=stack(3), head=nn.Linear(4, 1))
-    assert names(model) == ["zzz.0", "zzz.1", "zzz.2"]
-
-
 def test_blocks_of_different_width() -> None:
     model = Attributes(p=Layer(4), q=nn.MaxPool1d(2), r=Layer(8), s=Layer(16))
     assert names(model) == ["p", "r", "s"]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_opt.core.numerics import scalars
-from tests.helpers.syncs import SyncCounter
 
 search = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 # No subnormal numbers: a device may flush them to zero.
@@ -33,14 +32,6 @@ def test_exp_overflows_as_on_a_device(x: float) -> None:
     assert same(scalars.exp(x), tensor(x).exp())
 
 
-@search
-@given(x=numbers, y=numbers, chosen=st.booleans())
-def test_where_and_minimum_equal_torch(x: float, y: float, chosen: bool) -> None:
-    assert same(scalars.where(chosen, x, y), scalars.where(torch.tensor(chosen), x, tensor(y)))
-    if not math.isnan(x + y):
-        assert same(scalars.minimum(x, y), scalars.minimum(tensor(x), tensor(y)))
-
-
 def test_stacked_scalars_are_float64() -> None:
     stacked = scalars.stack_scalars([0.1, torch.tensor(1, dtype=torch.int32), tensor(0.2)])
     assert stacked.dtype is torch.float64
@@ -54,14 +45,6 @@ def test_wide_dtype_is_float64_except_on_mps() -> None:
     assert scalars.wide_dtype(torch.device("cpu")) is torch.float64
     assert scalars.wide_dtype(torch.device("cuda")) is torch.float64
     assert scalars.wide_dtype(torch.device("mps")) is torch.float32
-
-
-def test_stacking_and_moving_do_not_wait_for_the_device() -> None:
-    x, y = tensor(2.0), tensor(3.0)
-    with SyncCounter() as syncs:
-        scalars.stack_scalars([x, 1.0, y])
-        scalars.move(x, x.device)
-    assert not syncs.where
 
 
 def test_to_plain_copies_tensors_and_omits_device_caches() -> None:

@@ -111,21 +111,6 @@ def test_lru_evicts_the_least_recently_used_and_keep_evicts_nothing(tmp_path):
         assert "".join(name for name in "01234" if get(store, name)) == expected
 
 
-def test_store_works_on_both_sides_of_a_fork(tmp_path):
-    store = Store(tmp_path, 10**6)
-    put(store, "a", content("a"))
-
-    def child() -> None:
-        assert get(store, "a") == content("a")
-        put(store, "b", content("b"))
-
-    process = fork.Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    assert get(store, "b") == content("b")
-
-
 def test_removed_folder_loses_only_its_items(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()

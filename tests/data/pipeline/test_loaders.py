@@ -58,13 +58,10 @@ class DrawsPerBatch(Eager):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"shuffle": True, "batch_size": 3},
         {"sampler": RandomSampler(range(24), replacement=True)},
         {"sampler": WeightedRandomSampler([1.0] * 24, 24)},
         {"sampler": Eager(), "batch_size": 3},  # the batch sampler iterates it at the first batch
         {"batch_sampler": BatchSampler(RandomSampler(range(24)), 3, False)},
-        {"shuffle": True, "generator": torch.Generator(), "num_workers": 1},
         {"batch_size": None},
     ],
 )

@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -264,8 +265,7 @@ def test_untunable_loader_stays_unchanged_with_a_warning(data, reason, caplog):
     assert [dict(vars(loader)) for loader in _as_list(loaders)] == before
     assert tuner.chosen is None
     (message,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(message)
+    assert re.search(reason, message)
     assert tuner.report().notes
 
 

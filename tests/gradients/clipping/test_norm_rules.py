@@ -181,7 +181,7 @@ WRONG: dict[type[ClippingRule], dict[str, Any]] = {
     FixedNorm: {"max_norm": 0},
     FixedValue: {"max_value": True},
     MeanStd: {"k": NAN, "window": 1, "warmup": 101, "history": "all"},
-    Percentile: {"percentile": 100.1, "window": 2.5},
+    Percentile: {"percentile": 100.1, "window": 1},
     ZClip: {"alpha": 1.0, "z": INF, "warmup": 1, "max_norm": "1"},
     Robust: {"k": -1.0, "decay": 1.0, "winsor": 0, "warmup": 1, "patience": 0, "min_std": None},
     PerParameter: {"factor": 0, "decay": -0.1, "warmup": 0, "warmup_norm": NAN},

@@ -94,12 +94,6 @@ def test_lasting_drop_of_rms_is_a_bottleneck(flows, place):
     assert [finding.place for finding in found] == ([place] if place else [])
 
 
-def test_zeros_at_every_step_are_dead_and_worst_next_to_the_loss():
-    dead = findings_of(evidence(layers(0.0, 0.0, 1e-3)))
-    assert {f.type for f in dead} == {"dead"}
-    assert max(dead, key=lambda f: f.badness).place == "layer1"
-
-
 def test_normalisation_layers_are_not_compared_with_weights():
     gain = LayerStats("norm", [ParameterStats("norm.weight", 9, False, count=1, mean=1e-9)])
     assert not findings_of(evidence([layer("a"), gain, layer("b"), layer("c")]))

@@ -93,13 +93,6 @@ def test_thread_runs_from_the_first_batch_to_the_end_of_training():
     assert "resident memory, with children" in str(monitor.report())
 
 
-def test_thread_ends_after_an_exception():
-    monitor = lo.PerformanceMonitor(sample_seconds=0.01)
-    with pytest.raises(ArithmeticError, match="planted"):
-        quiet_trainer(callbacks=[monitor]).fit(SmallNet(fail_at=5))
-    assert alive() == []
-
-
 def test_failed_sample_ends_the_thread_but_not_the_run(caplog):
     def broken():
         raise OSError("planted")
