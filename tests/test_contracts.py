@@ -227,8 +227,8 @@ def test_lightning_cli_round_trip_keeps_settings(number, tmp_path, monkeypatch, 
 # --- runs ---------------------------------------------------------------------------------------
 
 
-MEASURED = {"PerformanceMonitor": "throughput", "DataPipelineTuner": "settings"}
-"""State that depends on seconds, which differ between equal runs."""
+MEASURED = {"PerformanceMonitor": "throughput"}
+"""State that holds seconds, which differ between equal runs."""
 
 
 def repeatable_state(callback: Callback) -> dict[str, Any]:
@@ -252,7 +252,8 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
     assert_same_weights(fit(twin), once)
     again = fit(callback)
     assert_same_weights(again, once)
-    assert_same_state(repeatable_state(callback), state)
+    if name != "DataPipelineTuner":  # measures anew, and may choose other settings
+        assert_same_state(repeatable_state(callback), state)
     fit(callback, model=again)
     fit_until_error(callback, fail_at=3)
     assert_same_weights(fit(callback), once)
