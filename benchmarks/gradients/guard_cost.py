@@ -62,13 +62,16 @@ def main() -> None:
     device, quick = arguments.device, arguments.quick
     rounds = (2, 1) if quick else (5, 4) if device == "cuda" else (20, 7)
     notes = [*EXPLANATION, "'rollback' takes a snapshot every 100 steps."]
-    rows = measure("40-tensor MLP", forty_tensor_mlp(device), rounds[0], 100)
-    report = lo.Report("Cost of the guard", rows, notes)
-    publish("guard_cost", report, arguments, complete=False)
-    rows += measure("200-tensor MLP", two_hundred_tensor_mlp(device), rounds[0], 50)
-    publish("guard_cost", lo.Report("Cost of the guard", rows, notes), arguments, complete=False)
-    rows += measure("9.5 M transformer", ten_million_transformer(device), rounds[1], 10)
-    publish("guard_cost", lo.Report("Cost of the guard", rows, notes), arguments)
+    models = {
+        "40-tensor MLP": (forty_tensor_mlp, rounds[0], 100),
+        "200-tensor MLP": (two_hundred_tensor_mlp, rounds[0], 50),
+        "9.5 M transformer": (ten_million_transformer, rounds[1], 10),
+    }
+    rows: list[dict[str, object]] = []
+    for name, (make, number, steps) in models.items():
+        rows += measure(name, make(device), number, steps)
+        report = lo.Report("Cost of the guard", rows, notes)
+        publish("guard_cost", report, arguments, complete=name == list(models)[-1])
 
 
 if __name__ == "__main__":

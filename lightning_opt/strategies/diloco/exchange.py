@@ -126,22 +126,22 @@ def _average_compressed(
         own_shard = shards[replicas.index]
         sent = torch.zeros(count, row, dtype=torch.uint8, device=residual.device)
         for shard, codec.message in zip(shards, sent, strict=True):
-            write_flag(codec.message, not finite)
-            if finite and shard is not own_shard:
+            is_sent = finite and shard is not own_shard
+            write_flag(codec.message, not is_sent)
+            if is_sent:
                 codec.compress(shard)
         received = all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
-        others = [*received[: replicas.index], *received[replicas.index + 1 :]]
-        messages = [message for message in others if not any_flag(message)]
-        share = 1.0 / max(len(messages) + finite, 1)
+        messages = [message for message in received if not any_flag(message)]
+        num_finite = len(messages) + finite
+        share = 1.0 / max(num_finite, 1)
         # This replica's own values count as they are, and leave no rest.
         total = own_shard * (share * finite)
         own_shard.mul_(not finite)
         for message in messages:
             codec.decompress_add(message, total, share)
         own = codec.message = torch.zeros_like(sent[0])
-        is_empty = not (finite or messages)
-        write_flag(own, is_empty)
-        if not is_empty:
+        write_flag(own, not num_finite)
+        if num_finite:
             codec.compress(total)
             # The unsent rest of the mean.
             own_shard.add_(total, alpha=count)

@@ -2,7 +2,7 @@
 
 import os
 from datetime import timedelta
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.strategies import own_exchange
+from lightning_opt.strategies.compressors import QuantizedCodec
 from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, exchange, make_groups
 from tests.helpers.processes import launch
 
@@ -88,9 +89,14 @@ def _non_finite() -> None:
 
 
 def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large message travels in pieces, so that both directions of a link are used."""
+    """A large message travels in pieces, so that both directions of a link are used.
+
+    A replica encodes the shards of the others and the mean of its own, but nothing for itself.
+    """
     among, outcomes, send = replicas(), [], Mock(wraps=dist.all_to_all_single)
     monkeypatch.setattr(dist, "all_to_all_single", send)
+    encode = create_autospec(QuantizedCodec.compress, side_effect=QuantizedCodec.compress)
+    monkeypatch.setattr(QuantizedCodec, "compress", encode)
     for piece in (10**9, 1000):
         monkeypatch.setattr(own_exchange, "PIECE_BYTES", piece)
         residual = torch.zeros(5000)
@@ -98,6 +104,7 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         outcomes.append([mean, residual])
     assert all(map(torch.equal, *outcomes))
     assert send.call_count > 2 + 2  # two whole messages, and more pieces
+    assert encode.call_count == 2 * among.count
 
 
 def _all() -> None:
