@@ -240,7 +240,7 @@ def repeatable_state(callback: Callback) -> dict[str, Any]:
 
 @each_case
 def test_instance_can_be_copied_and_fitted_again(name, settings):
-    """A second run restarts on another model, continues on the same one, and follows an error."""
+    """A run on another model restarts, also after an error."""
     callback = build(name, settings)
     twin = pickle.loads(pickle.dumps(callback))
     assert twin.state_key == callback.state_key
@@ -254,9 +254,35 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
     assert_same_weights(again, once)
     if name != "DataPipelineTuner":  # measures anew, and may choose other settings
         assert_same_state(repeatable_state(callback), state)
-    fit(callback, model=again)
     fit_until_error(callback, fail_at=3)
     assert_same_weights(fit(callback), once)
+
+
+OF_EACH_RUN = [
+    "Accumulation",
+    "CurvatureMonitor",
+    "DataPipelineTuner",
+    "PerformanceMonitor",
+    "RunReport",
+]
+"""They depend on the Trainer's epochs or steps, or on what one run has measured."""
+
+
+@each_case
+def test_second_run_of_a_model_continues_the_first(name, settings):
+    """Two runs of one epoch equal a run of two. A state that was saved or loaded stays the same."""
+    whole, parts = (build(name, settings, every_n_steps=5) for _ in range(2))
+    model = fit(parts)
+    saved = parts.state_dict()
+    kept = copy.deepcopy(saved)
+    fit(parts, model=model)
+    if name not in OF_EACH_RUN:
+        assert_same_weights(model, fit(whole, max_epochs=2))
+        assert_same_state(*map(repeatable_state, (parts, whole)))
+    if saved:
+        parts.load_state_dict(saved)
+        fit(parts, model=model)
+    assert_same_state(saved, kept)
 
 
 class Save(Callback):
