@@ -13,7 +13,7 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,14 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_opt as lo
 from lightning_opt.profiling.run_report import page
 from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
-from tests.helpers.models import SmallNet, assert_same_state, assert_same_weights
+from tests.helpers.models import (
+    SmallNet,
+    assert_same_state,
+    assert_same_weights,
+    load_changed_state,
+)
 from tests.helpers.syncs import each_path
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import SaveAt, quiet_trainer
 
 Settings = dict[str, Any]
 
@@ -276,39 +281,30 @@ def test_second_run_of_a_model_continues_the_first(name, settings):
     saved = parts.state_dict()
     kept = copy.deepcopy(saved)
     fit(parts, model=model)
+    assert_same_state(saved, kept)
     if name not in OF_EACH_RUN:
         assert_same_weights(model, fit(whole, max_epochs=2))
         assert_same_state(*map(repeatable_state, (parts, whole)))
-    if saved:
-        parts.load_state_dict(saved)
+    if saved and name != "Accumulation":  # saves no numbers of a window without gradients
+        loaded = load_changed_state(parts)
+        kept = copy.deepcopy(loaded)
         fit(parts, model=model)
-    assert_same_state(saved, kept)
-
-
-class Save(Callback):
-    """Saves a checkpoint at the end of given steps, as ModelCheckpoint does, but has no state."""
-
-    def __init__(self, files: Mapping[int, Path]) -> None:
-        self.files = files
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step in self.files:
-            trainer.save_checkpoint(self.files[trainer.global_step])
+        assert_same_state(loaded, kept)
 
 
 @each_case
 def test_resumes_bit_exactly_in_mid_epoch(name, settings, tmp_path, monkeypatch):
     """First from an uninterrupted run, then from the resumed run. Loads with ``weights_only``."""
     # 12 batches per epoch: neither step ends one.
-    save = Save({step: tmp_path / f"step{step}.ckpt" for step in (3, 17)})
+    saves = [SaveAt(tmp_path / f"step{step}.ckpt", step) for step in (3, 17)]
     for _ in each_path(monkeypatch):
         whole = build(name, settings)
-        expected = fit(whole, save, model=SmallNet("Adam"), max_epochs=3)
-        for file in save.files.values():
-            torch.load(file, weights_only=True)
+        expected = fit(whole, *saves, model=SmallNet("Adam"), max_epochs=3)
+        for save in saves:
+            torch.load(save.file, weights_only=True)
             resumed, model = build(name, settings), SmallNet("Adam")
-            trainer = quiet_trainer(callbacks=[resumed, save], max_epochs=3)
-            trainer.fit(model, ckpt_path=file, weights_only=True)
+            trainer = quiet_trainer(callbacks=[resumed, *saves], max_epochs=3)
+            trainer.fit(model, ckpt_path=save.file, weights_only=True)
             assert_same_weights(model, expected)
             assert_same_state(*map(repeatable_state, (resumed, whole)))
 

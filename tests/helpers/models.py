@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import MappingKey, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import MappingKey, tree_flatten, tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES = 6
@@ -193,4 +193,15 @@ def assert_same_state(actual: Any, expected: Any) -> None:
             filled = path[-1:] == (MappingKey("values"),)  # a window on a device, padded with NaN
             torch.testing.assert_close(leaf, other, rtol=0.0, atol=0.0, equal_nan=filled)
         else:
-            assert leaf == other
+            assert repr(leaf) == repr(other)  # NaN is NaN
+
+
+def load_changed_state(owner: Any) -> Any:
+    """Change every number of an object's state, load that, check it is all there, return it."""
+    state = tree_map(
+        lambda leaf: leaf + 1 if isinstance(leaf, Tensor) or type(leaf) in (int, float) else leaf,
+        owner.state_dict(),
+    )
+    owner.load_state_dict(state)
+    assert_same_state(owner.state_dict(), state)
+    return state

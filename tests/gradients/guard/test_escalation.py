@@ -13,7 +13,7 @@ import lightning_opt as lo
 from lightning_opt.gradients.guard import escalation as escalation_module
 from lightning_opt.gradients.guard.escalation import Escalation
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
-from tests.helpers.models import assert_same_weights
+from tests.helpers.models import assert_same_state, assert_same_weights
 from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import quiet_trainer
 
@@ -44,8 +44,12 @@ def in_a_row(start: int, stop: int, kind: str = "nan") -> dict[int, str]:
 class TestEscalation:
     def test_responses_to_faults_in_a_row(self) -> None:
         def responses(policy: Any, faults: int, **settings: Any) -> list[Any]:
-            escalation = Escalation(policy, **settings)
-            return [escalation.record(0, "nonfinite_loss") for _ in range(faults)]
+            escalation, actions = Escalation(policy, **settings), []
+            for _ in range(faults):
+                actions.append(escalation.record(0, "nonfinite_loss"))
+                if actions[-1] == "rollback":
+                    escalation.record_rollback()
+            return actions
 
         skip = ["skip", "skip", "backoff", *["skip"] * 6, "raise"]
         assert responses("skip", 10) == skip
@@ -139,23 +143,61 @@ class TestReducedLearningRate:
         assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.012)
 
 
+class TwoOptimizers(FaultyNet):
+    """A model under manual optimization, with an optimizer for each layer."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        self.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        layers = (self.encoder, self.norm, self.head)
+        return [self.optimizer(layer.parameters(), **self.settings) for layer in layers]
+
+
 class TestRollback:
+    """Bit-identical to a run without the batches between snapshot and rollback."""
+
     @pytest.mark.parametrize("kind", ["nan", "root"])
     def test_run_continues_from_the_snapshot_with_later_data(
         self, kind: str, device_path: bool
     ) -> None:
-        """Bit-identical to a run without the batches between snapshot and rollback."""
+        """The second rollback is to the same snapshot, because only 8 good steps precede it."""
+        delay = 2 if device_path else 0  # steps until the result arrives
+        faults = in_a_row(15, 21, kind) | in_a_row(29, 35, kind)
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
-        rolled = fit(scheduled(in_a_row(15, 21, kind), fused=device_path), guard)
-        last = 22 if device_path else 20  # the result arrives two steps later
-        clean = fit(scheduled({}, leave_out=range(10, last + 1), fused=device_path))
+        rolled = fit(scheduled(faults, fused=device_path), guard)
+        clean = fit(scheduled({}, leave_out=range(10, 35 + delay), fused=device_path))
         assert_same_weights(rolled, clean)
         torch.testing.assert_close(optimizer_state(rolled), optimizer_state(clean), rtol=0, atol=0)
         schedules = [m.lr_schedulers().state_dict() for m in (rolled, clean)]
         assert schedules[0] == schedules[1]
-        assert "rollbacks 1" in guard.report().notes[-1]
-        assert [event["batch_idx"] for event in guard.events] == list(range(15, 21))
-        assert [event["action"] for event in guard.events] == ["skip"] * 5 + ["rollback"]
+        assert "rollbacks 2" in guard.report().notes[-1]
+        assert [event["batch_idx"] for event in guard.events][:6] == list(range(15, 21))
+        assert [event["action"] for event in guard.events][:6] == ["skip"] * 5 + ["rollback"]
+
+    @pytest.mark.parametrize("start", [3, 15])
+    def test_all_optimizers_are_restored(self, start: int) -> None:
+        """To the state after batch 9, or to no state before the first. One more fault follows."""
+        settings = (torch.optim.AdamW, {"lr": 0.02})
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
+        rolled = fit(TwoOptimizers(in_a_row(start, start + 7), *settings, batches=30), guard)
+        left_out = range(start // 10 * 10, start + 7)
+        clean = fit(TwoOptimizers({}, *settings, batches=30, leave_out=left_out))
+        assert guard.escalation.rollbacks == 1
+        assert_same_weights(rolled, clean)
+        torch.testing.assert_close(optimizer_state(rolled), optimizer_state(clean), rtol=0, atol=0)
+
+    def test_restores_are_counted_per_snapshot(self) -> None:
+        faults = {k: v for start in range(4, 50, 12) for k, v in in_a_row(start, start + 6).items()}
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=5)
+        assert all_finite(fit(scheduled(faults, batches=50), guard))
+        assert guard.escalation.rollbacks == 4
 
     def test_step_count_in_the_group_is_restored(self) -> None:
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
@@ -279,3 +321,16 @@ class TestStop:
         ):
             assert part in message
         assert_same_weights(model, fit(FaultyNet({}, leave_out=range(3, 12))))
+
+
+def test_run_of_another_model_starts_anew() -> None:
+    guard, fresh = (lo.NonFiniteGuard("rollback") for _ in range(2))
+    fit(FaultyNet(in_a_row(9, 12)), guard)
+    fit(FaultyNet({}), guard)
+    fit(FaultyNet({}), fresh)
+    assert_same_state(guard.state_dict(), fresh.state_dict())
+    broken = FaultyNet({})
+    with torch.no_grad():
+        broken.head.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"head\.weight"):
+        fit(broken, guard)  # no snapshot of the model before

@@ -98,6 +98,9 @@ class Masked(FaultyNet):
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_mask_of_minus_infinity_is_not_damage(policy: Any) -> None:
     guard = lo.NonFiniteGuard(policy, snapshot_every_n_steps=3)
+    other = Masked({5: "nan"})
+    other.mask.zero_()
+    fit(other, guard)
     guarded = fit(Masked({5: "nan"}), guard)
     assert [event["kind"] for event in guard.events] == ["nonfinite_loss"]
     clean = fit(Masked({}, leave_out=[5]))
