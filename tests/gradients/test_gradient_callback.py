@@ -15,7 +15,7 @@ from torch import nn
 
 import lightning_opt as lo
 from lightning_opt.gradients.gradient_callback import GradientCallback, grad_scale, plain_name
-from tests.helpers.models import SmallNet
+from tests.helpers.models import AdversarialNet, SmallNet, load_changed_state
 from tests.helpers.trainers import GradientSpy, quiet_trainer
 
 SCALE = 2.0**10
@@ -179,6 +179,15 @@ def test_gradients_of_a_step_are_freed(before):
     held: list[bool] = []
     run(SmallNet(), lo.GradientHealth(), before(), Look())
     assert held == [False] * 12
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: lo.GradientHealth(every_n_steps=5), lo.AdaptiveClipping, lo.NonFiniteGuard]
+)
+def test_state_of_each_optimizer_is_loaded(make):
+    callback = make()
+    run(AdversarialNet(), callback)
+    load_changed_state(callback)
 
 
 def test_two_clipping_rules_keep_two_states(tmp_path):

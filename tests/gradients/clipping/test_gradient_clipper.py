@@ -34,6 +34,7 @@ from tests.gradients.cases import (
     through_a_file,
 )
 from tests.gradients.references import lognormal_norms
+from tests.helpers.models import assert_same_state
 from tests.helpers.syncs import take_device_path
 
 NAN, INF = math.nan, math.inf
@@ -115,7 +116,9 @@ def test_resumed_run_is_bit_exact(make: Any, path: str) -> None:
     counts = ("steps", "nonfinite", "clipped")
     for cut in (2, 12, 33):
         first, state = run(make, steps[:cut])
-        second, resumed = run(make, steps[cut:], through_a_file(state))
+        saved = through_a_file(state)
+        second, resumed = run(make, steps[cut:], saved)
+        assert_same_state(saved, through_a_file(state))
         for ours, theirs in zip(first + second, expected, strict=True):
             assert ours.numpy().tobytes() == theirs.numpy().tobytes()
         assert statistics_of(resumed["rule"]) == statistics_of(final["rule"])

@@ -18,12 +18,20 @@ from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import quiet_trainer
 
 
+class Remembering(ExponentialLR):
+    """Its state has a list that grows."""
+
+    def step(self, *args: Any) -> None:
+        super().step(*args)
+        self.__dict__.setdefault("rates", []).extend(self.get_last_lr())
+
+
 class Scheduled(FaultyNet):
     """AdamW with a learning rate that falls at every step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        scheduler = ExponentialLR(optimizer, 0.97)
+        scheduler = Remembering(optimizer, 0.97)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
@@ -144,9 +152,10 @@ class TestReducedLearningRate:
 
 
 class TwoOptimizers(FaultyNet):
-    """A model under manual optimization, with an optimizer for each layer."""
+    """Manual optimization, with an optimizer for each layer and a group for each parameter."""
 
     automatic_optimization = False
+    gradients_left: tuple[int, ...] = ()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         loss = super().training_step(batch, batch_idx)
@@ -154,10 +163,17 @@ class TwoOptimizers(FaultyNet):
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 1.0 if self.fault_of(int(batch[0])) else 0.97
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.head.weight.grad is not None:
+            self.gradients_left += (batch_idx,)
 
     def configure_optimizers(self) -> Any:
         layers = (self.encoder, self.norm, self.head)
-        return [self.optimizer(layer.parameters(), **self.settings) for layer in layers]
+        groups = [[{"params": [p]} for p in layer.parameters()] for layer in layers]
+        return [self.optimizer(own, **self.settings) for own in groups]
 
 
 class TestRollback:
@@ -190,6 +206,7 @@ class TestRollback:
         left_out = range(start // 10 * 10, start + 7)
         clean = fit(TwoOptimizers({}, *settings, batches=30, leave_out=left_out))
         assert guard.escalation.rollbacks == 1
+        assert set(range(30)) - set(rolled.gradients_left) == {start + 5}
         assert_same_weights(rolled, clean)
         torch.testing.assert_close(optimizer_state(rolled), optimizer_state(clean), rtol=0, atol=0)
 

@@ -86,6 +86,10 @@ def test_nan_in_a_module_is_reported_with_module_and_batch(path):
     assert "epoch 0, batch 23" in issue.detail
     assert health.summary().status == "critical"
     assert not any(module._forward_hooks for module in net.modules())
+    net[4] = Log(bad_call=23)
+    health = train(Classifier(net), steps=25, activations=True)  # ends before a report
+    quiet_trainer(callbacks=[health], max_steps=10).fit(Classifier(mlp(3)))
+    assert not health.issues
 
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
@@ -134,6 +138,8 @@ def test_nonfinite_step_between_reports_is_reported(path):
 
     health = train(Once(mlp(2)), steps=10, every=10)
     assert health.state_dict()["0"]["nonfinite"] == 1
+    assert "at step 7" in issue_of(health, "nan").detail
+    health = train(Once(mlp(2)), steps=8, every=5)
     assert "at step 7" in issue_of(health, "nan").detail
     health = train(Once(mlp(2)), steps=60, every=10)
     assert not [issue for issue in health.issues if issue.severity == "critical"]

@@ -183,6 +183,8 @@ def test_issue_and_history_survive_a_resume(tmp_path):
     assert second.issues[0].place == "net.4"
     assert second.state_dict()["0"]["steps"] == 15
     assert second.state_dict()["0"]["timeline"][-1]["step"] == 15
+    first.load_state_dict(second.state_dict())
+    assert [str(issue) for issue in first.issues] == [str(issue) for issue in second.issues]
 
 
 def test_long_timeline_is_thinned(monkeypatch):
