@@ -14,7 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from tests.helpers.footprint import model_footprint, trainer_footprint
-from tests.helpers.models import ResumableLoader, assert_same_state, assert_same_weights
+from tests.helpers.models import (
+    ResumableLoader,
+    assert_same_state,
+    assert_same_weights,
+    load_changed_state,
+)
 from tests.helpers.processes import launch
 from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
@@ -268,6 +273,7 @@ def test_resume_is_bit_exact(planted, accumulate, path, tmp_path):
     assert again.rates == net.rates[10 * accumulate :]
     (config,) = trainer.lr_scheduler_configs
     assert config.scheduler.last_epoch == 20 - state["skipped"] + state["skips_to_hold"]
+    load_changed_state(resumed)
 
 
 def test_new_settings_replace_those_of_the_checkpoint(tmp_path):

@@ -152,6 +152,10 @@ def test_choice_ignores_untimed_steps(monkeypatch):
     assert sent == [None] * warmup + trials + [schemes[1]]
     assert [row["step ms"] for row in auto.report().rows] == pytest.approx([1000, 500, 600])
     assert auto.name == INT8
+    auto.restore("TopK(ratio=0.3)")  # of a checkpoint
+    assert auto.begin_step() is schemes[2]
+    auto.restore("a scheme that is no longer tried")
+    assert auto.begin_step() is None
 
 
 @pytest.mark.parametrize(

@@ -199,13 +199,14 @@ def _second_fit(path: str) -> None:
     model = Ledger()
     model.validation_step = lambda *args: None  # type: ignore[method-assign, assignment]
     trainer.validate(model, loader, ckpt_path=path, verbose=False)
+    trainer.fit(Ledger(), loader, ckpt_path=path)  # nothing is left to train
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit_loop.max_epochs = 2
     start = State()
     trainer.callbacks.append(start)  # type: ignore[attr-defined]
     trainer.fit(Ledger(), DataLoader(range(20), batch_size=None))
     assert _size_of_residuals(start.state) == 0
-    assert start.state["step"] == -1
+    assert (start.state["step"], start.state["ramped"]) == (-1, 0)
 
 
 def _restored(path: str) -> None:
