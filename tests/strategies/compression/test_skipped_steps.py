@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
 from tests.helpers.processes import launch
 from tests.strategies.runs import (
@@ -192,13 +193,20 @@ def _rollback() -> None:
 
 
 def _second_fit(path: str) -> None:
-    trainer = fit(Ledger(), compressed(), range(20), callbacks=[SaveAtEnd(path)])
+    auto = Threshold("auto")
+    trainer = fit(Ledger(), compressed(auto), range(20), callbacks=[SaveAtEnd(path)])
     strategy = trainer.strategy
     assert _size_of_residuals(strategy.state) > 0
     loader = DataLoader([0, 1], batch_size=None)
     model = Ledger()
     model.validation_step = lambda *args: None  # type: ignore[method-assign, assignment]
     trainer.validate(model, loader, ckpt_path=path, verbose=False)
+    saved = torch.load(path, weights_only=True)[CompressedDDPStrategy.checkpoint_key]
+    for settings, residuals in (({}, saved["residuals"]), ({"error_feedback": False}, {})):
+        loaded, own = State(), compressed(auto, **settings)
+        fit(Ledger(), own, range(20), callbacks=[loaded], ckpt_path=path, max_epochs=2)
+        torch.testing.assert_close(loaded.state["residuals"], residuals)
+        assert loaded.state["bounds"] == saved["bounds"] != {}
     trainer.fit(Ledger(), loader, ckpt_path=path)  # nothing is left to train
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit_loop.max_epochs = 2
