@@ -163,6 +163,21 @@ def state_of(trainer: Any) -> dict[str, Any]:
     return state
 
 
+class State(Callback):
+    """Stores the state at the start, or after a batch and the callbacks before this one."""
+
+    def __init__(self, batch: int | None = None) -> None:
+        self.batch = batch
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.batch is None:
+            self.state = state_of(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        if arguments[-1] == self.batch:
+            self.state = state_of(trainer)
+
+
 def same_on_all_ranks(module: nn.Module) -> bool:
     """Return whether all ranks have the same bits in weights and buffers."""
     own = torch.cat([one.detach().double().flatten() for one in module.state_dict().values()])

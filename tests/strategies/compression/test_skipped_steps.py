@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -18,12 +17,12 @@ from tests.strategies.runs import (
     Ledger,
     LedgerByHand,
     SaveAtEnd,
+    State,
     assert_nothing_is_lost,
     compressed,
     dist_world,
     expected,
     fit,
-    state_of,
 )
 
 pytestmark = pytest.mark.distributed
@@ -148,21 +147,6 @@ def test_clipping_reduced_gradients_raises_with_late_compressors():
 
 
 # --- restored during a run ----------------------------------------------------------------------
-
-
-class State(Callback):
-    """Stores the state at the start, or after a batch and the callbacks before this one."""
-
-    def __init__(self, batch: int | None = None) -> None:
-        self.batch = batch
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if self.batch is None:
-            self.state = state_of(trainer)
-
-    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
-        if arguments[-1] == self.batch:
-            self.state = state_of(trainer)
 
 
 def _size_of_residuals(state: dict[str, Any]) -> float:

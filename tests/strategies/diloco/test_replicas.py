@@ -188,23 +188,31 @@ def _stop_early(folder: str) -> None:
 
 
 def _unfrozen() -> None:
-    """A layer that is unfrozen within a window is exchanged from then on."""
+    """A layer that is unfrozen within a window is exchanged from then on.
+
+    The other one keeps its outer momentum, although it is frozen for that step.
+    """
 
     class Thaws(Callback):
         def __init__(self) -> None:
             self.same: dict[int, bool] = {}
+            self.momentum: list[float] = []
 
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             module.layer[0].requires_grad_(trainer.global_step >= 5)
+            module.layer[2].requires_grad_(trainer.global_step != 5)
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             weights = of_all_ranks(module.layer[0].weight.detach())
             self.same[trainer.global_step] = torch.equal(*weights)
+            momentum = trainer.strategy._replica.state_dict()["momentum"]
+            self.momentum.append(float(momentum["layer.2.weight"].norm()))
 
     thaws = Thaws()
     model = Net(lr=0.1)
     model.layer[0].requires_grad_(False)  # type: ignore[index]
-    fit(model, lo.DiLoCoStrategy(4, **PLAIN), callbacks=[thaws])
+    fit(model, lo.DiLoCoStrategy(4, outer_momentum=0.5), callbacks=[thaws])
+    assert thaws.momentum[4] == thaws.momentum[5] == thaws.momentum[6] > 0
     expected = {step: step <= 5 or step % 4 == 0 for step in range(1, STEPS + 1)}
     assert thaws.same == expected
 
