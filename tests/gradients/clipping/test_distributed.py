@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import lightning_opt as lo
 from lightning_opt.core.modules.sharding import flat_parameter_groups
@@ -237,16 +238,16 @@ def test_mixed_plain_and_sharded_parameters_equal_one_process(shard, rule, mixed
 
 
 def measure_meshes() -> tuple[list[float], float]:
-    """Measure parameters on two equal 1-D meshes and one 2-D mesh."""
-    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
-    meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
-    mesh_2d = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    """Measure parameters on two equal 1-D meshes and one 2-D mesh, of four processes."""
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=4)
+    meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (4,))
+    mesh_2d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     placed = [
         (meshes[0], [Shard(0)]),
         (meshes[1], [Shard(1)]),
         (meshes[0], [Replicate()]),
         (mesh_2d, [Replicate(), Shard(0)]),
-        (mesh_2d, [Shard(0), Shard(0)]),
+        (mesh_2d, [Shard(0), Shard(1)]),
     ]
     parameters = []
     for seed, (mesh, placements) in enumerate(placed):
@@ -254,6 +255,10 @@ def measure_meshes() -> tuple[list[float], float]:
         parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
         parameter.grad = distribute_tensor(whole, mesh, placements)
         parameters.append(parameter)
+    # As FSDP2 shards a parameter that tensor parallelism has sharded.
+    strided = [_StridedShard(0, split_factor=2), Shard(0)]
+    parameters.append(nn.Parameter(DTensor.from_local(torch.ones(1, 2), mesh_2d, strided)))
+    parameters[-1].grad = DTensor.from_local(torch.full((1, 2), 6.0), mesh_2d, strided)
     plain = nn.Parameter(torch.ones(2))
     plain.grad = torch.full((2,), 10.0)
     partial = nn.Parameter(distribute_tensor(torch.ones(2), meshes[0], [Replicate()]))
@@ -269,8 +274,8 @@ def measure_meshes() -> tuple[list[float], float]:
 
 def test_norms_are_exact_for_parameters_on_several_meshes():
     expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    expected += [math.sqrt(200), math.sqrt(200)]
-    for per_tensor, total in launch(measure_meshes):
+    expected += [math.sqrt(8) * 6, math.sqrt(200), math.sqrt(800)]
+    for per_tensor, total in launch(measure_meshes, processes=4):
         assert per_tensor == pytest.approx(expected, rel=1e-6)
         assert total == pytest.approx(math.hypot(*expected), rel=1e-6)
 

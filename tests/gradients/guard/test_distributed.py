@@ -2,6 +2,7 @@
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 import lightning_opt as lo
+from lightning_opt.gradients.guard import events as events_module
 from lightning_opt.gradients.guard.detector import Detector
 from tests.gradients.faulty import FaultyNet
 from tests.helpers.models import assert_same_weights
@@ -53,8 +55,9 @@ def train(
     leave_out: Any = (),
     device_path: bool = False,
     window: int = 1,
+    rank: int | None = 1,
 ) -> dict[str, Tensor]:
-    """Train with faults on rank 1, and return the weights."""
+    """Train with faults on one rank, or on all, and return the weights."""
     settings = {"lr": 0.01, "fused": True} if device_path else {"lr": 0.01}
     kinds: dict[str, Any] = {
         "ddp": lambda: DDPStrategy(),
@@ -62,7 +65,7 @@ def train(
         "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     }
     net = FaultyNet if strategy.startswith("ddp") else ShardedNet
-    model = net(faults, torch.optim.AdamW, settings, rank=1, batches=24, leave_out=leave_out)
+    model = net(faults, torch.optim.AdamW, settings, rank=rank, batches=24, leave_out=leave_out)
     trainer = quiet_trainer(
         devices=2,
         strategy=kinds[strategy](),
@@ -158,19 +161,26 @@ def test_all_ranks_roll_back_a_nan_weight_of_one_rank() -> None:
         assert events[-1]["parameters"] == ["head.weight"]
 
 
-def stop(strategy: str) -> str:
-    try:
-        train(strategy, dict.fromkeys(range(4, 24), "nan"), lo.NonFiniteGuard(max_consecutive=3))
-    except FloatingPointError as error:
-        return str(error)
-    return ""
+def stop(strategy: str, rank: int | None) -> tuple[str, list[str]]:
+    """Return the error and the warnings before it."""
+    faults, guard = dict.fromkeys(range(4, 24), "nan"), lo.NonFiniteGuard(max_consecutive=3)
+    with mock.patch.object(events_module._logger, "warning") as warning:
+        try:
+            train(strategy, faults, guard, rank=rank)
+        except FloatingPointError as error:
+            return str(error), [call.args[1] for call in warning.call_args_list]
+    return "", []
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_all_ranks_stop_with_the_same_error(strategy: str) -> None:
-    first, second = launch(stop, strategy)
+@pytest.mark.parametrize(
+    ("strategy", "rank", "named"), [("ddp", None, "rank 0, 1"), ("fsdp2", 1, "rank 1")]
+)
+def test_all_ranks_stop_with_the_same_error(strategy: str, rank: int | None, named: str) -> None:
+    (first, warnings), (second, others) = launch(stop, strategy, rank)
     assert first == second
-    assert "batch 6, rank 1" in first
+    assert f"batch 6, {named}" in first
+    assert len(warnings) == 2
+    assert not others
 
 
 @pytest.mark.parametrize("device_path", [False, True])
