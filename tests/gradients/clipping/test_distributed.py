@@ -131,6 +131,10 @@ def train(model: SmallNet, rule: lo.ClippingRule, strategy: str | Strategy = "au
         limit_val_batches=0,
     )
     trainer.fit(model, loader_of(STEPS))
+    assert {key for _, metrics in logger.records for key in metrics} <= {
+        *trainer.callback_metrics,
+        "epoch",
+    }
     return {
         "logged": {
             key: torch.tensor(logger.series(key), dtype=torch.float64)

@@ -443,13 +443,15 @@ def _count_collectives(folder, report):
     fit(folder, *callbacks, profiler=profiler, **settings)
     groups = dist.distributed_c10d._world.pg_map
     count = sum(group._get_sequence_number_for_group() for group in groups)
-    return count, sorted(path.name for path in folder.rglob("report.html*"))
+    files = sorted(path.name for path in folder.rglob("report.html*"))
+    return count, files, [one.sentence for one in callbacks]
 
 
 @pytest.mark.distributed
 def test_rank_0_writes_the_page_without_a_collective(tmp_path):
-    (plain, _), _ = launch(_count_collectives, tmp_path / "plain", False)
-    (with_report, files), _ = launch(_count_collectives, tmp_path / "report", True)
+    (plain, *_), _ = launch(_count_collectives, tmp_path / "plain", False)
+    (with_report, files, written), others = launch(_count_collectives, tmp_path / "report", True)
+    assert written != others[2] == [lo.RunReport().sentence]
     assert with_report == plain > 0
     assert files == ["report.html"]
     page = read(tmp_path / "report" / "csv" / "version_0")

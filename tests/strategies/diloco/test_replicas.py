@@ -218,22 +218,29 @@ def _unfrozen() -> None:
 
 
 def _same_start_and_buffers() -> None:
-    """All start from the state of the first; a buffer that changes only on rank 1 is averaged."""
+    """All start from the state of the first; a buffer that changes only on rank 1 is averaged.
+
+    A NaN of rank 1 does not count. Batch statistics are those of one replica.
+    """
 
     def check(trainer: Any, module: Any) -> None:
         assert same_on_all_ranks(module)
         assert float(module.shift) == 2.0
+        assert module.synced.process_group.size() == 1
 
     def change(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 3:
             module.shift.fill_(4.0)
+            module.odd.fill_(torch.nan)
 
     model, rank = Net(), dist.get_rank()
     model.register_buffer("shift", torch.tensor(2.0 + rank))
+    model.register_buffer("odd", torch.tensor(5.0))
+    model.synced = nn.SyncBatchNorm(4)
     model.layer[0].weight.data += rank  # type: ignore[index, operator]
     callback = LambdaCallback(on_train_start=check, on_train_batch_end=change)
     fit(model, lo.DiLoCoStrategy(4), callbacks=[callback])
-    assert float(model.shift) == 3.0
+    assert (float(model.shift), float(model.odd)) == (3.0, 5.0)
 
 
 def _unequal_batches() -> None:
