@@ -230,7 +230,7 @@ def test_limits_in_batches_span_the_same_samples():
 def train(folder: Path, ranks: int) -> tuple[int | None, int, list[list[int]], list[Tensor]]:
     """Train an epoch, from the folder's checkpoint if there is one, and save one."""
     last = folder / "last.ckpt"
-    net, callback = Net(fits=5), lo.DynamicBatchSize(budget_mb=PLENTY)
+    net, callback = Net(fits=7), lo.DynamicBatchSize(budget_mb=PLENTY)
     trainer = quiet_trainer(
         callbacks=[callback],
         devices=ranks,
@@ -245,6 +245,10 @@ def train(folder: Path, ranks: int) -> tuple[int | None, int, list[list[int]], l
         trainer.save_checkpoint(last)
     searched = callback.found is not None
     assert searched is (not again)
+    if ranks == 3:
+        other = lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=20)
+        with pytest.raises(ValueError, match=r"20 samples per step.* 3 ranks"):
+            quiet_trainer(callbacks=[other], devices=3, strategy="ddp").fit(Net(), loader_of(72))
     return callback.size, trainer.global_step, net.epochs[0], [*net.state_dict().values()]
 
 
@@ -254,7 +258,7 @@ def test_step_keeps_its_samples_when_resumed_on_other_numbers_of_ranks(tmp_path)
     runs = {ranks: launch(run, ranks, processes=ranks) for ranks in (2, 3)}
     runs[1] = [run(1)]
     sizes = {ranks: results[0][0] for ranks, results in runs.items()}
-    assert sizes == {2: 4, 3: 4, 1: 4}  # 12, 8 and 24 samples of a rank, of which at most 5 fit
+    assert sizes == {2: 6, 3: 4, 1: 6}  # 12, 8 and 24 samples of a rank, of which at most 7 fit
     for ranks, results in runs.items():
         steps = 72 // 24
         assert {result[1] for result in results} == {steps if ranks == 2 else 2 * steps}

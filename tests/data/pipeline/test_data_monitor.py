@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
@@ -62,9 +63,10 @@ def monitored(monkeypatch, step=4.0, validation=100.0, **settings):
 
 def test_wait_fraction_and_rate_are_logged(monkeypatch):
     """A batch of four rows takes four seconds to fetch, and its step takes four seconds."""
+    monkeypatch.setattr(Trainer, "world_size", 3)
     callback, logger = monitored(monkeypatch)
     assert logger.series("data/wait_fraction") == [pytest.approx(0.5)] * 3
-    assert logger.series("data/samples_per_second") == [pytest.approx(0.5)] * 3
+    assert logger.series("data/samples_per_second") == [pytest.approx(3 * 0.5)] * 3
     assert callback.wait_fraction == pytest.approx(0.5)
     assert callback.report().rows[0]["share"] == pytest.approx(0.5)
 

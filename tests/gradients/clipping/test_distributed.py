@@ -27,10 +27,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import lightning_opt as lo
-from lightning_opt.core.modules.sharding import flat_parameter_groups
+from lightning_opt.core.modules.sharding import flat_parameter_groups, summed_part
 from lightning_opt.core.numerics.norms import collect_gradients, measure_norms, parameters_of
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
+from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import FSDPOnCPU, MemoryLogger, quiet_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -269,6 +270,10 @@ def measure_meshes() -> tuple[list[float], float]:
     partial.grad = DTensor.from_local(torch.full((2,), 5.0), meshes[0], [Partial()])
     gradients = collect_gradients([*parameters, plain, partial])
     norms = measure_norms(gradients)
+    with pytest.MonkeyPatch.context() as patch:
+        take_device_path(patch)
+        assert measure_norms(gradients).per_tensor.tolist() == pytest.approx(norms.per_tensor)
+    assert torch.equal(summed_part(partial.grad), torch.full((2,), 20.0))
     assert torch.equal(partial.grad.to_local(), torch.full((2,), 5.0))
     partial.grad = DTensor.from_local(torch.ones(2), meshes[0], [Partial("max")])
     with pytest.raises(RuntimeError, match=r"only Partial\('sum'\) can be measured"):
