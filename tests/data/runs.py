@@ -1,5 +1,7 @@
 """Runs that record the samples of each step."""
 
+import contextlib
+import io
 import logging
 import multiprocessing
 import os
@@ -131,7 +133,10 @@ def train_in_ddp(cached: bool, own_sampler: bool) -> Any:
 
 
 def tune_in_ddp(late: bool) -> Any:
-    """Tune under DDP, where rank 1 is slower; return the settings, the table and the note.
+    """Tune under DDP, where rank 1 is slower.
+
+    Return the settings, the table, the note, whether it was printed, and the processes that share
+    the CPUs.
 
     Args:
         late: Whether the time is up on rank 1 before the first measurement.
@@ -139,9 +144,10 @@ def tune_in_ddp(late: bool) -> Any:
     allow_workers()
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Sleepy(24, 0.004 * (rank + 1))
-    tuner = lo.DataPipelineTuner(max_workers=2, verbose=False)
+    tuner = lo.DataPipelineTuner(max_workers=2)
     trainer = quiet_trainer(callbacks=[tuner], devices=2, strategy="ddp")
-    probe = tuning.probe
+    probe, limit, processes = tuning.probe, tuning.max_workers_for, list[int]()
+    tuning.max_workers_for = lambda *given: processes.append(given[1]) or limit(*given)
 
     def probe_for_an_hour(*arguments: Any) -> Any:
         later = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 3600, sleep=time.sleep)
@@ -150,9 +156,11 @@ def tune_in_ddp(late: bool) -> Any:
 
     if late and rank == 1:
         tuning.probe = probe_for_an_hour
-    trainer.fit(Recorded(), DataLoader(dataset, batch_size=4))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer.fit(Recorded(), DataLoader(dataset, batch_size=4))
     (note,) = tuner.report().notes
-    return tuner.chosen, tuner.report().rows, note[note.index("A batch") :]
+    note = note[note.index("A batch") :]
+    return tuner.chosen, tuner.report().rows, note, note in printed.getvalue(), processes
 
 
 def tune_with_failures_on_rank_1() -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
+from lightning_opt.batching.accumulation.counting import batches_for
 from tests.batching.nets import SharpnessAware
 from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
 from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
@@ -177,6 +178,7 @@ def test_rounding_of_effective_batch_warns():
     with pytest.warns(UserWarning, match="no multiple of the 4 samples"):
         _, steps, _ = train(lo.Accumulation(effective_batch=11))
     assert len(steps[0]) == 12
+    assert batches_for(24, DataLoader(Texts(29), batch_size=4), ranks=3) == 2
 
 
 @pytest.mark.parametrize("size", [1, 3])

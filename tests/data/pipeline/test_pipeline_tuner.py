@@ -85,8 +85,11 @@ def test_samples_are_the_same_under_ddp(cached, own_sampler):
 
 @pytest.mark.distributed
 def test_ranks_choose_the_same_settings():
-    (first, rows, note), (second, other_rows, other_note) = launch(tune_in_ddp, False)
+    (first, rows, note, *printed), (second, other_rows, other_note, *other) = launch(
+        tune_in_ddp, False
+    )
     assert (first, note) == (second, other_note)
+    assert (printed, other) == ([True, [2]], [False, [2]])
     assert rows[1:] == other_rows[1:]  # the slower rank's times
     assert first.workers >= 1
 
