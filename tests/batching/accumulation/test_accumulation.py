@@ -19,7 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_opt as lo
 from lightning_opt.batching.accumulation.counting import batches_for
 from tests.batching.nets import SharpnessAware
-from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
+from tests.helpers.models import (
+    AdversarialNet,
+    SmallNet,
+    assert_same_weights,
+    load_changed_state,
+)
 from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
 
 FEATURES = 5
@@ -251,6 +256,9 @@ def test_resume_within_a_window_is_bit_identical(tmp_path):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 4:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
+                fresh = lo.Accumulation(3)
+                fresh.load_state_dict(trainer.callbacks[0].state_dict())
+                load_changed_state(fresh)
 
     class Loader(DataLoader):  # resumes after the batches served
         skip = 0
@@ -388,6 +396,8 @@ def test_accumulator_resume_is_bit_identical(dtype):
                 state = accumulator.state_dict()
                 module.zero_grad()
                 accumulator = lo.GradientAccumulator(module)
+                accumulator.load_state_dict(state)
+                load_changed_state(accumulator)
                 accumulator.load_state_dict(state)
             accumulator.backward(module(batch).square().mean(), weight=1 + number)
         accumulator.average()

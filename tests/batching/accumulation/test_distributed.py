@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -53,19 +54,25 @@ class Sharded(TextNet):
 
 def train(strategy: str, per: str, batches: int) -> tuple[dict[str, Tensor], Any, int]:
     reductions: list[int] = []
-
+    totals = set[float]()
     sharded = strategy == "fsdp2"
     model, windows = Sharded(per, sharded), Windows()
     count = count_tokens if per == "tokens" else None
+    accumulation = lo.Accumulation(batches, normalize=per, count=count)
+    # Several ranks save neither the gradients of an open window nor their weight.
+    saved = LambdaCallback(
+        on_train_batch_end=lambda *_: totals.add(accumulation.state_dict()["total"])
+    )
     trainer = quiet_trainer(
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         if sharded
         else counting_ddp(reductions),
-        callbacks=[lo.Accumulation(batches, normalize=per, count=count), windows],
+        callbacks=[accumulation, windows, saved],
         max_epochs=3,
     )
     trainer.fit(model)
+    assert totals == {0.0}
     return full_weights(model), windows.steps, len(reductions)
 
 
