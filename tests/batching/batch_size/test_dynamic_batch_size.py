@@ -155,6 +155,8 @@ def test_step_keeps_its_samples(accumulate, keep, fits, size):
     assert trainer.accumulate_grad_batches == accumulate  # restored
     quiet_trainer().fit(reference, loader_of(36, samples, shuffle=False))
     assert_same_weights(net, reference, rtol=0.0, atol=1e-6)
+    fit(Net(3), callback, loader_of(36, 6), accumulate_grad_batches=accumulate)
+    assert callback.size == 3  # found for the other model
 
 
 def test_accumulation_averages_short_windows_exactly():
