@@ -134,7 +134,10 @@ def process_footprint() -> dict[str, Any]:
         "warnings": [
             f for f in warnings.filters if getattr(f[3], "pattern", "") != "torch.distributed"
         ],
-        "logging": (logging.getLogger().level, len(logging.getLogger().handlers)),
+        "logging": [
+            (logger.level, len(logger.handlers))
+            for logger in map(logging.getLogger, (None, "lightning.pytorch", "pytorch_lightning"))
+        ],
         "environment": {
             key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"
         },

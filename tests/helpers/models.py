@@ -198,10 +198,13 @@ def assert_same_state(actual: Any, expected: Any) -> None:
 
 def load_changed_state(owner: Any) -> Any:
     """Change every number of an object's state, load that, check it is all there, return it."""
-    state = tree_map(
-        lambda leaf: leaf + 1 if isinstance(leaf, Tensor) or type(leaf) in (int, float) else leaf,
-        owner.state_dict(),
-    )
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, bool):
+            return not leaf
+        return leaf + 1 if isinstance(leaf, int | float | Tensor) else leaf
+
+    state = tree_map(change, owner.state_dict())
     owner.load_state_dict(state)
     assert_same_state(owner.state_dict(), state)
     return state

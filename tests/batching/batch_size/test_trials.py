@@ -22,7 +22,7 @@ from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.measure.memory import MB
 from tests.batching.nets import run_out
-from tests.helpers.footprint import model_footprint, trainer_footprint
+from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -91,12 +91,16 @@ def test_search_has_no_side_effects(tmp_path):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     callbacks, states = list(trainer.callbacks), [c.state_dict() for c in trainer.callbacks]
     before = (model_footprint(model)["tensors"], torch.get_rng_state(), random.getstate())
+    process = process_footprint()
     position = loader.generator.get_state()  # type: ignore[union-attr]
     loops = trainer.fit_loop.state_dict()
 
     found = lo.find_batch_size(trainer, model, loader, budget_mb=10**6)
     assert found.largest == 64
     assert model_footprint(model)["tensors"] == before[0]
+    assert "teardown" not in vars(model)
+    assert process_footprint() == process
+    assert not trainer.callback_metrics
     assert torch.equal(torch.get_rng_state(), before[1])
     assert random.getstate() == before[2]
     assert torch.equal(loader.generator.get_state(), position)  # type: ignore[union-attr]
