@@ -270,6 +270,14 @@ def test_step_keeps_its_samples_when_resumed_on_other_numbers_of_ranks(tmp_path)
             assert all(map(torch.equal, result[3], results[0][3]))
 
 
+def test_keep_effective_replaces_that_of_the_checkpoint(tmp_path):
+    first, second = (lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=n) for n in (12, 6))
+    fit(Net(), first, loader_of(36, 6)).save_checkpoint(tmp_path / "12.ckpt")
+    trainer, net = quiet_trainer(callbacks=[second], max_epochs=2), Net()
+    trainer.fit(net, loader_of(36, 6), ckpt_path=tmp_path / "12.ckpt", weights_only=True)
+    assert net.samples_per_step == [6] * 6
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # pytest.warns repeats it
 def test_resume_from_a_checkpoint_without_it_warns(tmp_path):
     trainer = quiet_trainer()
