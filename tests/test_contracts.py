@@ -73,7 +73,7 @@ SETTINGS: dict[str, list[Settings]] = {
         # A history of measured times would differ between two runs.
         {"every_n_steps": 3, "sample_seconds": 0.01, "tokens": 7, "slowdown": 0.9},
     ],
-    "Runtime": [{"matmul_precision": "highest", "threads": 1}],
+    "Runtime": [{"matmul_precision": "medium", "threads": 2}],
 }
 """Settings tested besides the defaults, chosen to take effect within a few steps."""
 

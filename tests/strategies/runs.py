@@ -37,7 +37,6 @@ class Ledger(LightningModule):
     Args:
         skip: Whether a parameter is unused, by step, rank and the parameter's index.
         bad: Step, rank and parameter's index at which the gradient is infinite.
-        die_at: Step at which rank 1 dies.
         window: Backward passes per optimizer step.
     """
 
@@ -45,17 +44,14 @@ class Ledger(LightningModule):
         self,
         skip: Callable[[int, int, int], bool] | None = None,
         bad: tuple[int, int, int] | None = None,
-        die_at: int | None = None,
         window: int = 1,
     ) -> None:
         super().__init__()
         self.weights = nn.ParameterList([torch.zeros(numel) for numel in SIZES])
-        self.skip, self.bad, self.die_at, self.window = skip, bad, die_at, window
+        self.skip, self.bad, self.window = skip, bad, window
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         step, rank = int(batch), self.global_rank
-        if step == self.die_at and rank == 1:
-            os._exit(3)
         loss = torch.zeros(())
         for index, weight in enumerate(self.weights):
             if self.skip is not None and self.skip(step, rank, index):

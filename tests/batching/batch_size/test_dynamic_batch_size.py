@@ -291,21 +291,6 @@ def test_resume_from_a_checkpoint_without_it_warns(tmp_path):
     assert len(net.epochs[0][0]) == 5
 
 
-def test_exception_restores_the_loader():
-    class Fails(Net):
-        def on_train_epoch_end(self) -> None:
-            raise ArithmeticError("planted")
-
-    loader, callback = loader_of(), lo.DynamicBatchSize(budget_mb=PLENTY, scale_lr="sqrt")
-    trainer = quiet_trainer(callbacks=[callback], limit_train_batches=6)
-    with pytest.raises(ArithmeticError):
-        trainer.fit(Fails(), loader)
-    assert callback.size == 60
-    assert loader.batch_size == loader.batch_sampler.batch_size == 5
-    assert trainer.limit_train_batches == 6
-    assert "process_dataloader" not in vars(trainer.strategy)
-
-
 class Frozen(list[Any]):
     """Batches that are created once, whatever the batch size is then."""
 

@@ -16,17 +16,6 @@ def clock(monkeypatch):
     return clock
 
 
-def test_step_lasts_from_the_end_of_the_previous_step(clock):
-    steps = StepClock(torch.device("cpu"))
-    for waiting, computing in ((5.0, 1.0), (2.0, 4.0)):
-        clock.now += waiting
-        steps.start()
-        clock.now += computing
-        steps.stop()
-    assert steps.read() == [1.0, 6.0]
-    assert steps.read() == []
-
-
 def test_discarded_step_is_not_returned(clock):
     steps = StepClock(torch.device("cpu"))
     steps.start()

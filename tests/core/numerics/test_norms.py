@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.numerics.norms import (
-    GradientNorms,
-    Gradients,
     collect_gradients,
     measure_norms,
 )
-from tests.helpers.syncs import SyncCounter, take_device_path
+from tests.helpers.syncs import take_device_path
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 C64, C128 = torch.complex64, torch.complex128
@@ -88,18 +86,6 @@ def test_norms_agree_with_numpy(name: str, path: str) -> None:
     assert total == pytest.approx(true_total, rel=1e-5)
 
 
-def test_parameters_without_gradient_are_skipped(path: str) -> None:
-    for nothing in ([], [None, None]):
-        gradients = collect_gradients(parameters_with(*nothing))
-        assert gradients == Gradients([], [])
-        assert measure_norms(gradients) == GradientNorms([], 0.0)
-        gradients.scale_(0.5)
-    parameters = parameters_with(None, torch.ones(4), None, torch.ones(9))
-    gradients = collect_gradients(iter(parameters))
-    assert [id(p) for p in gradients.parameters] == [id(parameters[1]), id(parameters[3])]
-    assert float(measure_norms(gradients).total) == pytest.approx(math.sqrt(13))
-
-
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64, C64])
 def test_nan_and_inf_appear_in_their_tensor_and_the_total(
@@ -125,29 +111,6 @@ def test_norm_beyond_float32_is_exact_on_the_host(dtype: torch.dtype, path: str)
 def test_total_of_large_norms_does_not_overflow(path: str) -> None:
     _, total = measured(*[torch.full((1,), 1.5e19) for _ in range(400)])
     assert total == pytest.approx(3e20)
-
-
-@pytest.mark.parametrize("kind", ["float", "tensor"])
-def test_norms_are_divided_by_the_loss_scale(kind: str, path: str) -> None:
-    scale = 2.0**16
-    scaled = [random(FP32, 30) * scale, random(FP16, 30) * 1024]
-    per_tensor, total = measured(
-        *scaled, grad_scale=torch.tensor(scale) if kind == "tensor" else scale
-    )
-    np.testing.assert_allclose(per_tensor * scale, expected(*scaled)[0], rtol=2e-6)
-    assert total * scale == pytest.approx(expected(*scaled)[1], rel=2e-6)
-
-
-def test_device_path_never_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_device_path(monkeypatch)
-    lists = [parameters_with(*[g.clone() for g in LISTS[name]]) for name in ("mixed", "complex")]
-    scale = torch.tensor(8.0)
-    with SyncCounter() as syncs:
-        for parameters in lists:
-            gradients = collect_gradients(parameters)
-            total = measure_norms(gradients, grad_scale=scale).total
-            gradients.scale_(1.0 / total)
-    assert not syncs.where
 
 
 @pytest.mark.parametrize("name", LISTS)

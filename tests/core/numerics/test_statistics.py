@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_opt.core.numerics.scalars import to_plain
 from lightning_opt.core.numerics.statistics import Window
 
 search = settings(max_examples=50, deadline=None, derandomize=True, database=None)
@@ -72,23 +71,6 @@ def test_quantile_of_a_long_history_is_exact(kind: str, q: float) -> None:
     if kind == "tensor":
         window.place(state, torch.zeros((), dtype=torch.float64))
     assert float(window.quantile(state, q)) == pytest.approx(np.quantile(held, q), rel=1e-14)
-
-
-@pytest.mark.parametrize("size", [4, None])
-@pytest.mark.parametrize("kinds", [("float", "tensor"), ("tensor", "float")])
-def test_window_moves_between_host_and_device(size: int | None, kinds: tuple[str, str]) -> None:
-    rng = np.random.default_rng(1)
-    numbers = rng.lognormal(size=30)
-    window, state = Window(size), {}
-    state = window.init()
-    for kind, part in zip(kinds, np.split(numbers, [17]), strict=True):
-        state = to_plain(state)
-        for number in part:
-            value = torch.tensor(number, dtype=torch.float64)
-            window.update(state, value if kind == "tensor" else float(number))
-    held = numbers[-size:] if size else numbers
-    assert close(window.mean_plus_std(state, 1.0), held.mean() + held.std())
-    assert close(window.quantile(state, 0.3), np.quantile(held, 0.3))
 
 
 def test_deviation_of_huge_values_does_not_overflow() -> None:

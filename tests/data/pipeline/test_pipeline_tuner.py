@@ -30,7 +30,7 @@ from tests.data.runs import (
 )
 from tests.helpers.models import ResumableLoader, SmallNet, assert_same_weights
 from tests.helpers.processes import launch
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import SaveAt, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -116,11 +116,6 @@ def test_failed_trial_on_one_rank_keeps_the_loader_of_all_ranks():
 def test_resumed_run_has_the_same_settings_and_samples(tmp_path, monkeypatch):
     """With a loader that can resume in the middle of an epoch."""
 
-    class Save(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 8:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
     def fit(*callbacks, **settings):
         record, tuner = Record(), lo.DataPipelineTuner(verbose=False)
         model = SmallNet()
@@ -131,7 +126,7 @@ def test_resumed_run_has_the_same_settings_and_samples(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Search, "run", choose(WORKERS))
-        whole, _, weights = fit(Save())
+        whole, _, weights = fit(SaveAt(tmp_path / "stopped.ckpt", 8))
     monkeypatch.setattr(Search, "run", None)  # a resumed run measures nothing
     resumed, tuner, resumed_weights = fit(ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
     assert tuner.chosen == WORKERS

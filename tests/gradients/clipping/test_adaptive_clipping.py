@@ -255,29 +255,6 @@ def test_report_has_steps_norm_and_fraction():
 # --- from run to run ------------------------------------------------------------------------------
 
 
-def test_several_optimizers_resume(tmp_path):
-    def rule() -> lo.ClippingRule:
-        return lo.MeanStd(k=0.5, window=100, warmup=3)
-
-    class Save(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 5:
-                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    whole, resumed = AdversarialNet(2), AdversarialNet(2)
-    whole_log, whole_clipping = fit(whole, rule(), Save())
-    clipping, logger = lo.AdaptiveClipping(rule(), every_n_steps=1), MemoryLogger()
-    quiet_trainer(callbacks=[clipping], logger=logger).fit(
-        resumed, ckpt_path=tmp_path / "stopped.ckpt", weights_only=True
-    )
-    for index in (0, 1):
-        rest = logger.series(f"clip/{index}/threshold")
-        assert 0 < len(rest) < STEPS
-        assert rest == whole_log.series(f"clip/{index}/threshold")[-len(rest) :]
-    assert clipping.state_dict() == whole_clipping.state_dict()
-    assert_same_weights(resumed, whole)
-
-
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_other_rule_does_not_resume_this_state(tmp_path):
     trainer = quiet_trainer(callbacks=[lo.AdaptiveClipping("robust")])

@@ -195,8 +195,3 @@ def test_invalid_argument_raises_with_name_and_value(rule: type[ClippingRule]) -
         with pytest.raises(ValueError, match=name) as raised:
             rule(**{name: value})
         assert repr(value) in str(raised.value)
-
-
-def test_repr_shows_the_settings() -> None:
-    assert repr(ZClip(z=3.0)) == "ZClip(alpha=0.97, z=3.0, warmup=25, max_norm=None)"
-    assert repr(Percentile(5.0, 10)) == "Percentile(percentile=5.0, window=10)"

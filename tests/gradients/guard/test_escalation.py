@@ -67,28 +67,6 @@ class TestEscalation:
         assert responses("skip", 4, lr_backoff=1.0) == ["skip"] * 4
         assert responses("skip", 2, max_consecutive=2) == ["skip", "raise"]
 
-    def test_learning_rate_recovers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(escalation_module, "RECOVERY_STEPS", 20)
-        escalation = Escalation()
-        for _ in range(3):
-            escalation.record(0, "nonfinite_loss")
-        scales = []
-        for _ in range(22):
-            scales.append(escalation.state(0)["lr_scale"])
-            escalation.record(0, None)
-        assert scales[0] == 0.5
-        assert scales[10] == pytest.approx(0.5**0.5)
-        assert scales[19] < 1
-        assert scales[20] == pytest.approx(1)
-        assert escalation.state(0)["lr_scale"] == 1
-
-    def test_learning_rate_scale_has_a_lower_bound(self) -> None:
-        escalation = Escalation()
-        escalation.record(0, None)
-        for _ in range(50):
-            escalation.record_rollback()
-        assert escalation.state(0)["lr_scale"] == 0.5**4
-
 
 class Rates(torch.optim.SGD):
     """Records the learning rate of each update."""

@@ -86,9 +86,6 @@ def test_fused_and_plain_checkpoints_are_equal_and_both_resume(kind, tmp_path):
     ]
     (found,), (expected,) = runs[0].optimizers, runs[1].optimizers
     assert found.defaults == expected.defaults  # restored
-    for name, value in vars(expected).items():
-        if name.endswith("hooks"):
-            assert len(getattr(found, name)) == len(value)
     saved = [torch.load(file, weights_only=True)["optimizer_states"][0] for file in files]
     for one, other in (saved, (found.state_dict(), expected.state_dict())):
         assert one["param_groups"] == other["param_groups"]

