@@ -370,7 +370,7 @@ def footprint_without_callback(fail_at: int | None) -> dict[str, Any]:
         pytest.param(name, settings, fail_at, id=f"{case_id(name, settings)}-{fail_at}")
         for name, cases in CASES.items()
         for settings in cases
-        for fail_at in ((3,) if settings else (None, 0, 3))
+        for fail_at in ((5,) if settings else (None, 0, 3))
     ],
 )
 def test_model_and_trainer_are_unchanged_and_released(name, settings, fail_at):

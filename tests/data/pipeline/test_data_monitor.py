@@ -38,7 +38,7 @@ class Timed(Rows):
         return super().__getitem__(index)
 
 
-def monitored(monkeypatch, step=4.0, validation=100.0, **settings):
+def monitored(monkeypatch, step=4.0, validation=100.0, callback=None, **settings):
     clock, logger = Clock(), MemoryLogger()
     monkeypatch.setattr(monitor_module, "time", clock)
 
@@ -50,7 +50,7 @@ def monitored(monkeypatch, step=4.0, validation=100.0, **settings):
         def validation_step(self, batch, batch_idx):
             clock.now += validation
 
-    callback = lo.DataMonitor(every_n_steps=2, **settings)
+    callback = callback or lo.DataMonitor(every_n_steps=2, **settings)
     trainer = quiet_trainer(
         callbacks=[callback], logger=logger, val_check_interval=3, profiler="simple"
     )
@@ -64,7 +64,8 @@ def monitored(monkeypatch, step=4.0, validation=100.0, **settings):
 def test_wait_fraction_and_rate_are_logged(monkeypatch):
     """A batch of four rows takes four seconds to fetch, and its step takes four seconds."""
     monkeypatch.setattr(Trainer, "world_size", 3)
-    callback, logger = monitored(monkeypatch)
+    callback, _ = monitored(monkeypatch, step=1.0)
+    callback, logger = monitored(monkeypatch, callback=callback)  # starts anew
     assert logger.series("data/wait_fraction") == [pytest.approx(0.5)] * 3
     assert logger.series("data/samples_per_second") == [pytest.approx(3 * 0.5)] * 3
     assert callback.wait_fraction == pytest.approx(0.5)

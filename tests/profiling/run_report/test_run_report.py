@@ -288,11 +288,13 @@ def test_failing_page_warns_once_and_training_continues(tmp_path, monkeypatch, c
     monkeypatch.setattr(run_report, "MAX_SHARE", 1e9)
     blocked = tmp_path / "file"
     blocked.touch()
-    alone, model = SmallNet(), SmallNet()
+    alone, model, report = SmallNet(), SmallNet(), lo.RunReport()
     fit(tmp_path, model=alone, max_steps=3)
-    fit(blocked / "folder", lo.RunReport(), model=model, max_steps=3)
+    fit(blocked / "folder", report, model=model, max_steps=3)
     (message,) = [m for m in caplog.messages if m.startswith("RunReport could not write")]
     assert "Training continues." in message
+    fit(blocked / "folder", report, max_steps=3)
+    assert caplog.messages.count(message) == 2  # once in each run
     assert_same_weights(model, alone)
 
 
