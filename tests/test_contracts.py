@@ -26,6 +26,7 @@ import lightning_opt as lo
 from lightning_opt.profiling.run_report import page
 from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import (
+    AdversarialNet,
     SmallNet,
     assert_same_state,
     assert_same_weights,
@@ -381,6 +382,24 @@ def test_model_and_trainer_are_unchanged_and_released(name, settings, fail_at):
     del model, callback.log, callback.log_dict  # Lightning sets the model's methods on callbacks
     gc.collect()
     assert not [part for part in parts if part() is not None]
+
+
+def optimizers_after_fit(*callbacks: Callback) -> Any:
+    trainer = quiet_trainer(callbacks=list(callbacks))
+    trainer.fit(AdversarialNet())
+    return trainer_footprint(trainer)["optimizers"], [o.defaults for o in trainer.optimizers]
+
+
+@each_callback
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by the compiler
+def test_every_optimizer_is_unchanged(name):
+    """Under manual optimization, with two optimizers, unless the callback refuses it."""
+    try:
+        found = optimizers_after_fit(build(name, {}, every_n_steps=1))
+    except ValueError as error:
+        assert "manual" in str(error)  # noqa: PT017
+    else:
+        assert found == optimizers_after_fit()
 
 
 # --- cost ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_opt.core.modules.preserve import (
     ALWAYS_COPIED_BYTES,
+    MAX_COPIED_ENTRIES,
     CannotUndoError,
     StepState,
     preserved,
@@ -46,6 +47,8 @@ class Busy(nn.Module):
         self.meter, self.histogram = Meter(), np.zeros(3)
         self.outputs = {"train": [], "state": {"ema": torch.zeros(2)}}
         self.draws = ([torch.Generator()], np.random.default_rng(2))
+        self.names, self.many = set(), [0] * (MAX_COPIED_ENTRIES + 1)
+        self.register_buffer("first", None)
 
     def forward(self, x):
         noise = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002
@@ -65,6 +68,9 @@ class Busy(nn.Module):
         self.meter.values.append(self.count)
         self.meter.mean += 1
         self.histogram[1] += 1
+        self.names.add(self.count)
+        self.many += [1, 2]
+        self.first = x
         self.outputs["train"].append(x.sum())
         self.outputs["state"]["ema"].add_(1)
         noise += torch.rand((), generator=self.draws[0][0]).item() + self.draws[1].random()
@@ -79,6 +85,7 @@ def state_of(module):
     tensors["histogram"] = torch.tensor(module.histogram)
     plain = (module.count, list(module.seen), dict(module.options), hasattr(module, "late"))
     plain = (*plain, module.meter.total, list(module.meter.values), len(module.outputs["train"]))
+    plain = (*plain, set(module.names), len(module.many), module.first is None)
     return tensors, metric, (*plain, module.error._update_count, module.error._computed)
 
 
@@ -115,6 +122,10 @@ def test_uncopied_change_raises():
     before.take()
     with torch.no_grad():
         module.norm.weight.mul_(2)
+    with pytest.raises(CannotUndoError, match="parameters"):
+        before.restore()
+    before.take()
+    before.parameters_change = True  # through ``.data``
     with pytest.raises(CannotUndoError, match="parameters"):
         before.restore()
 

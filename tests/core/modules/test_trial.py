@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_side_effects
-from tests.helpers.models import assert_same_weights
+from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -27,6 +27,7 @@ class Teaching(L.LightningModule):
         self.hidden = [nn.Linear(4, 4).requires_grad_(False)]
         self.register_buffer("center", torch.zeros(4))
         self.draws, self.own = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.writes_batch = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         with torch.no_grad():
@@ -39,6 +40,8 @@ class Teaching(L.LightningModule):
             self.hidden[0].weight.lerp_(self.student.weight, 0.1)
             self.center.mul_(0.9).add_(batch.mean(0), alpha=0.1)
             self.student.weight.clamp_(-0.4, 0.4)  # as of a critic
+        if self.writes_batch:
+            batch += 1
         if batch_idx:
             self.lr_schedulers().step()
         noise = random.random() + np.random.rand() + self.draws.random()  # noqa: NPY002
@@ -103,11 +106,27 @@ def test_written_parameters_are_restored(compiled: bool) -> None:
                     pass
                 torch.testing.assert_close(list(module.parameters()), before, rtol=0, atol=0)
             assert "training_step" not in vars(module)
-            step = TrialStep(trainer, module, batch, index)
+            step, rows, module.writes_batch = (
+                TrialStep(trainer, module, batch, index),
+                batch.clone(),
+                True,
+            )
             for _ in range(2):
                 step.run()
                 torch.testing.assert_close(list(module.parameters()), before, rtol=0, atol=0)
+                assert torch.equal(batch, rows)
 
     changed: list[bool] = []
     fit(Trying(), max_steps=1)
     assert changed == [True] * 3
+
+
+def test_no_optimizer_steps_under_manual_optimization() -> None:
+    class Trying(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            for optimizer in trainer.optimizers:
+                optimizer.param_groups[0]["momentum"] = 0.9
+            TrialStep(trainer, module, batch, index).run()
+            assert not any(optimizer.state for optimizer in trainer.optimizers)
+
+    quiet_trainer(callbacks=[Trying()], limit_train_batches=1).fit(AdversarialNet())
