@@ -54,7 +54,9 @@ def test_results_differ_only_by_rounding(ndim, optimizer, fused):
     assert_same_weights(model, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_gradients_and_optimizer_state_follow_the_weights():
+def test_gradients_and_optimizer_state_follow_the_weights(tmp_path):
+    """A checkpoint within the run does not change the live state."""
+
     class Layouts(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             weight = pl_module.net[0].weight
@@ -63,7 +65,8 @@ def test_gradients_and_optimizer_state_follow_the_weights():
             layouts.append([t.is_contiguous(memory_format=torch.channels_last) for t in tensors])
 
     layouts: list[list[bool]] = []
-    trainer, plain = fit(ConvNet(), lo.ChannelsLast("always"), Layouts()), fit(ConvNet())
+    callbacks = [lo.ChannelsLast("always"), Layouts(), SaveAt(tmp_path / "3.ckpt", 3)]
+    trainer, plain = fit(ConvNet(), *callbacks), fit(ConvNet())
     assert layouts == [[True], *[[True] * 3] * (STEPS - 1)]
     (found,), (expected,) = trainer.optimizers, plain.optimizers  # the optimizer is restored
     for mine, theirs in zip(found.state.values(), expected.state.values(), strict=True):
