@@ -116,6 +116,13 @@ def process_footprint() -> dict[str, Any]:
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
         ),
+        "compiler": [
+            bool(getattr(sys.modules.get(module), name, default))
+            for module, name, default in (
+                ("torch._dynamo.config", "optimize_ddp", True),
+                ("torch._functorch.config", "force_non_lazy_backward_lowering", False),
+            )
+        ],
         "autograd": (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),

@@ -342,6 +342,11 @@ def test_resumed_run_continues_the_curve(tmp_path):
         first.state_dict()["sums"]["loss"]
     )
     assert " after 24 steps (resumed at 12) in " in read(tmp_path / "2").sentence
+    page, later = (tmp_path / "2" / "report.html").read_text(), SmallNet()
+    later.validation_step = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):  # an error after the run does not change its page
+        resumed.validate(later, verbose=False)
+    assert (tmp_path / "2" / "report.html").read_text() == page
 
 
 # --- recorded losses ---------------------------------------------------------------------------
