@@ -56,6 +56,8 @@ def test_failed_compilation_falls_back_to_uncompiled_code(scope: str, backend: A
     assert ("forward (Net)" if scope == "model" else "blocks.0 (Block)") in message
     assert "eager" in {row["mode"] for row in callback.report().rows}
     assert "planted in the compiler" in str(callback.report())
+    _, messages = messages_of(lambda: train(callback, model=Net(), **SHORT))
+    assert messages == [message]  # once for each model
 
 
 def test_error_of_a_compiled_backward_pass_is_raised() -> None:
