@@ -8,15 +8,18 @@ survives if its tests pass.
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import lightning.pytorch  # noqa: F401 - before the forks
+import pytest
 import tomllib
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("lightning_opt", "tests", "examples", "benchmarks", "pyproject.toml")
@@ -65,16 +68,40 @@ def plant(mutant: Mutant, copy: Path) -> tuple[Path, str] | None:
 
 
 def run_tests(tests: str, copy: Path) -> str:
-    """Run tests in the copy: ``"pass"``, ``"fail"``, ``"time out"`` or ``"not found"``."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    """Run tests in the copy: ``"pass"``, ``"fail"``, ``"time out"`` or ``"not found"``.
+
+    A fork of this process runs them, since importing torch and Lightning takes longer than most.
+    """
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _become_pytest(tests, copy)
+    deadline = time.monotonic() + TIMEOUT
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "time out"
+        time.sleep(0.05)
+    return {0: "pass", 1: "fail"}.get(os.waitstatus_to_exitcode(ended[1]), "not found")
+
+
+def _become_pytest(tests: str, copy: Path) -> NoReturn:
+    code = 3
     try:
-        done = subprocess.run(
-            command, cwd=copy, capture_output=True, check=False, timeout=TIMEOUT,
-            env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return "time out"
-    return {0: "pass", 1: "fail"}.get(done.returncode, "not found")
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = str(copy)
+        sys.path.insert(0, str(copy))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        log = os.open(copy / "log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        ignored = "ignore::pytest.PytestAssertRewriteWarning"  # pytest's plugins are imported
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "-W", ignored, *tests.split()]
+        code = int(pytest.main(arguments))
+    finally:
+        os._exit(code)
 
 
 def examine(mutant: Mutant, copy: Path, plain: dict[str, str]) -> str:
@@ -108,6 +135,8 @@ def is_dead(outcome: str) -> bool:
 
 
 def main(words: list[str]) -> int:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     chosen = [
         mutant
         for mutant in MUTANTS
