@@ -26,7 +26,7 @@ from lightning_opt.core.output.loggers import log_image
 from lightning_opt.profiling.run_report import page as page_module
 from lightning_opt.profiling.run_report import run_report
 from lightning_opt.profiling.run_report.pictures import PICTURES, Data, draw, to_svg
-from tests.helpers.models import SmallNet, assert_same_weights
+from tests.helpers.models import SmallNet, assert_same_state, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -347,6 +347,23 @@ def test_resumed_run_continues_the_curve(tmp_path):
     with pytest.raises(ZeroDivisionError):  # an error after the run does not change its page
         resumed.validate(later, verbose=False)
     assert (tmp_path / "2" / "report.html").read_text() == page
+
+
+def test_curves_of_other_callbacks_continue_after_a_resume_and_restart_with_a_model(tmp_path):
+    def run(report: lo.RunReport, epochs: int, path: Path | None = None) -> Any:
+        callbacks = [report, lo.AdaptiveClipping(every_n_steps=4)]
+        trainer = quiet_trainer(callbacks=callbacks, default_root_dir=tmp_path, max_epochs=epochs)
+        trainer.fit(SmallNet(), ckpt_path=path, weights_only=True if path else None)
+        return trainer
+
+    whole, first, resumed = (lo.RunReport() for _ in range(3))
+    run(whole, 2)
+    run(first, 1).save_checkpoint(tmp_path / "last.ckpt")
+    run(resumed, 2, tmp_path / "last.ckpt")
+    assert_same_state(resumed.state_dict(), whole.state_dict())
+    assert len(whole.state_dict()["sums"]) > 1
+    run(first, 2)
+    assert_same_state(first.state_dict(), whole.state_dict())
 
 
 # --- recorded losses ---------------------------------------------------------------------------
