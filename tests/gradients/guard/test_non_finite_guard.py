@@ -304,7 +304,7 @@ def test_guard_does_not_change_a_healthy_run(fused: bool, device_path: bool) -> 
 
 
 def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
-    """The checkpoint is of a step after four faults in a row. A spike follows at once."""
+    """The checkpoint is of the last of four faults in a row. A spike follows eight steps later."""
 
     def run(guard: lo.NonFiniteGuard, path: Path | None = None) -> FaultyNet:
         faults = {8: "spike", **dict.fromkeys((4, 20, 21, 22, 23), "nan")}
@@ -316,6 +316,10 @@ def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
 
     whole, resumed = (lo.NonFiniteGuard(spike=6.0) for _ in range(2))
     assert_same_weights(run(whole), run(resumed, tmp_path / "a.ckpt"))
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # plain types only
+    (state,) = (value for key, value in saved["callbacks"].items() if "Guard" in key)
+    assert state["escalation"]["optimizers"][0]["consecutive"] == 4
+    assert "lr_scale 1," not in resumed.report().notes[-1]
     states = [own.state_dict() for own in (resumed, whole)]
     if device_path:  # the events of the last two steps come later than the checkpoint
         states = [state["escalation"] for state in states]
