@@ -47,7 +47,8 @@ def test_budget_starts_after_the_baseline_and_allows_one_trial(short_blocks: Non
     candidates = [{"less sleep": added("Faster")}]
     result = lo.autotune(model, DATA, budget=0.5, base=BASE, candidates=candidates)
     assert [trial.name for trial in result.trials] == ["baseline", "less sleep"]
-    assert result.switches == ("less sleep",)
+    # So short a trial may find no gain on a busy machine.
+    assert result.trials[1].verdict in ("accepted", "no gain")
 
 
 @pytest.mark.parametrize("budget", [10.0, 600.0, 7200.0])

@@ -25,10 +25,10 @@ def test_values_are_reduced_on_a_device_of_the_groups_backend(monkeypatch, backe
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     with fake_cuda():
-        values = torch.empty(3, device=where)
+        values = torch.empty(4, device=where)
         for summed in (
-            combine_shards(values, [("a",)] * 3),
-            combine_shards(values, [("a",), ("b",), ()]),
+            combine_shards(values, [("a",)] * 4),
+            combine_shards(values, [("a",), ("b",), (), ("a",)]),
             reduce_over(values, ("a",)),
         ):
             assert summed.device.type == where

@@ -201,12 +201,12 @@ def test_resumed_run_loses_nothing_at_any_number_of_ranks(tmp_path):
 # --- reports ------------------------------------------------------------------------------------
 
 
-def _log() -> tuple[Any, ...]:
+def _log(compressor: Any) -> tuple[Any, ...]:
     logger = MemoryLogger()
     model = Ledger()
     trainer = fit(
         model,
-        CompressedDDPStrategy(TopK(0.05), warmup_steps=10, ramp_steps=0, every_n_steps=10),
+        CompressedDDPStrategy(compressor, warmup_steps=10, ramp_steps=0, every_n_steps=10),
         range(30),
         logger=logger,
     )
@@ -214,18 +214,22 @@ def _log() -> tuple[Any, ...]:
 
 
 def test_traffic_is_counted_and_logged():
-    (records, metrics), (others, _) = launch(_log)
+    numel, device = sum(p.numel() for p in Ledger().parameters()), torch.device("cpu")
+    (_, metrics), *_ = launch(_log, Quantize(8), processes=3)
+    # Two stages, in each of which a rank sends a third to two others.
+    third = Quantize(8).codec(-(-numel // (3 * Quantize(8).block)) * Quantize(8).block, device)
+    assert metrics["comm/bytes"] == 4 * third.nbytes
+    (records, metrics), (others, _), _ = launch(_log, TopK(0.05), processes=3)
     assert not others or len(others) == len(records)
     assert [step for step, values in records if "comm/mode" in values] == [9, 19, 29]
     first, _, last = (values for _, values in records if "comm/mode" in values)
-    numel = sum(p.numel() for p in Ledger().parameters())
     assert first["comm/mode"] == 0
-    assert first["comm/bytes"] == 4 * numel  # two ranks: each sends two halves
+    assert first["comm/bytes"] == pytest.approx(4 * 4 * numel / 3, abs=8)
     assert first["comm/ratio"] == 1
     assert first["comm/residual_norm"] == 0
     assert last["comm/mode"] == 3
-    assert last["comm/bytes"] == TopK(0.05).codec(numel, torch.device("cpu")).nbytes
-    assert last["comm/ratio"] == pytest.approx(4 * numel / last["comm/bytes"])
+    assert last["comm/bytes"] == 2 * TopK(0.05).codec(numel, device).nbytes
+    assert last["comm/ratio"] == pytest.approx(16 * numel / 3 / last["comm/bytes"], rel=1e-3)
     assert 0.02 < last["comm/selected"] <= 0.0501
     assert last["comm/residual_norm"] > 0
     assert 0 < last["comm/seconds"] < 10

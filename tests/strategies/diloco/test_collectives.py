@@ -1,6 +1,7 @@
 """Between synchronizations no replica waits for another, with any callbacks."""
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.strategies.runs import fit, same_on_all_ranks
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 16
+STEPS, WINDOW = 16, 4
 
 
 class Net(SmallNet):
@@ -34,7 +35,8 @@ class Net(SmallNet):
 class Collectives(Callback):
     """Counts, per step, the collectives of groups that reach beyond this machine.
 
-    Each process group counts its own collectives, including those of DDP's C++ reducer.
+    Each process group counts its own collectives, including those of DDP's C++ reducer. The first
+    replica begins when the second is about to synchronize.
     """
 
     def __init__(self, processes: int = 1) -> None:
@@ -51,9 +53,17 @@ class Collectives(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         if not self.counts:
             self.start = self.now()
+            if dist.get_rank() < self.processes:
+                store_of_all().wait(["ahead"], timedelta(seconds=60))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.counts.append(self.now() - self.start - sum(self.counts))
+        if len(self.counts) == WINDOW - 1 and dist.get_rank() >= self.processes:
+            store_of_all().set("ahead", "")
+
+
+def store_of_all() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def usual_callbacks() -> list[Callback]:
@@ -65,7 +75,7 @@ def usual_callbacks() -> list[Callback]:
         lo.MemoryCleanup(every_n_steps=1),
         lo.Accumulation(normalize="samples"),
         lo.CurvatureMonitor(every_n_steps=3, max_iterations=2, n_samples=2),
-        lo.MicroBatching(size=2),
+        lo.MicroBatching(size="auto"),
         lo.PerformanceMonitor(),
         lo.DataMonitor(),
         lightnings.EMAWeightAveraging(),
@@ -83,8 +93,8 @@ def _count(processes: int) -> list[int]:
     counts, model = Collectives(processes), Net()
     fit(
         model,
-        lo.DiLoCoStrategy(4),
-        callbacks=[*usual_callbacks(), counts],
+        lo.DiLoCoStrategy(WINDOW),
+        callbacks=[counts, *usual_callbacks()],
         num_nodes=2 if processes > 1 else 1,
         log_every_n_steps=1,
     )
@@ -95,6 +105,6 @@ def _count(processes: int) -> list[int]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_only_synchronizations_launch_collectives(processes):
     counts = launch(_count, processes, processes=2 * processes)
-    assert counts[0] == [0, 0, 0, 2] * (STEPS // 4)  # an all-to-all and an all-gather
+    assert counts[0] == [0, 0, 0, 2] * (STEPS // WINDOW)  # an all-to-all and an all-gather
     # The first process of a machine sends for all.
     assert counts[1] == (counts[0] if processes == 1 else [0] * STEPS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lightning_opt as lo
 from tests.helpers.models import SmallNet, assert_same_weights, batches_of, loader_of
 from tests.helpers.processes import launch
-from tests.helpers.trainers import MemoryLogger, SaveAt
+from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
 from tests.strategies.diloco.reference import assert_equals_simulation
 from tests.strategies.runs import dist_world, fit, same_on_all_ranks
 
@@ -333,8 +333,30 @@ def _two_machines() -> None:
         )
 
 
+class SameDataNet(Net):
+    """All ranks have the same batches, so they train and are measured like one process."""
+
+    def step(self, batch: Any) -> Tensor:
+        return self.loss(self(batch[0]), batch[1])
+
+
+def _train_on_same_data(**settings: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    model, curvature = SameDataNet(optimizer="SGD"), lo.CurvatureMonitor(every_n_steps=5)
+    callbacks = [curvature, lo.Accumulation(normalize="samples")]
+    quiet_trainer(callbacks=callbacks, limit_val_batches=0, **settings).fit(model)
+    return weights_of(model), curvature.history
+
+
+def _processes_of_two_machines() -> Any:
+    _two_machines()
+    strategy = lo.DiLoCoStrategy(100)
+    return _train_on_same_data(strategy=strategy, num_nodes=2, devices=2)
+
+
 def test_processes_within_a_machine_train_with_ddp():
-    launch(_two_machines, processes=4)
+    alone = _train_on_same_data()
+    for found in launch(_processes_of_two_machines, processes=4):
+        torch.testing.assert_close(found, alone)
 
 
 def _restore_weights() -> None:
