@@ -78,12 +78,6 @@ def set_batch_size(loader: DataLoader[Any], size: int) -> None:
         object.__setattr__(loader, "batch_size", size)  # DataLoader itself forbids setting it
 
 
-def data_ranks(trainer: pl.Trainer) -> int:
-    """Return the number of ranks with their own data."""
-    kwargs = trainer.distributed_sampler_kwargs
-    return int(kwargs["num_replicas"]) if kwargs else 1
-
-
 def has_several_loaders(trainer: pl.Trainer) -> bool:
     """Return whether there are several training loaders; a batch then has one entry for each."""
     return isinstance(trainer.train_dataloader, (list, tuple, Mapping))

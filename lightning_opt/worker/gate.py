@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.batches import samples_in
+from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.trainer.lightning import (
     BaseCallback,
     Callback,
@@ -114,7 +115,7 @@ class StepGate(BaseCallback):
     ) -> None:
         assert self._clock is not None
         self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
-        self._samples.append(samples_in(batch, default=1) * trainer.world_size)
+        self._samples.append(samples_in(batch, default=1) * data_ranks(trainer))
         block_ended = len(self._losses) == self._block_steps
         if block_ended:
             wait_for(trainer.strategy.root_device)

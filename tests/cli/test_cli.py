@@ -1,5 +1,7 @@
 """The command line, called as the console script calls it, on a small project of files."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -20,6 +22,7 @@ from lightning_opt.cli import main, measuring_commands
 from lightning_opt.cli.main import COMMANDS
 from tests.cli.small_project import Small, SmallData
 from tests.helpers.models import SmallNet
+from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
 PROJECT = Path(__file__).with_name("small_project.py")
@@ -260,6 +263,21 @@ def test_fit_starts_the_second_ddp_process(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "MEMBER: 2/2" in done.stderr
     assert weights_in(tmp_path)
+
+
+def _measure_in_two_processes(folder):
+    os.chdir(folder)
+    two = [word.replace("devices=1", "devices=2") for word in QUIET]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for command in ("profile", "doctor"):
+            assert main([command, *TARGETS, "--steps=2", "--trainer.strategy=ddp", *two]) == 0
+    return printed.getvalue()
+
+
+def test_only_the_first_process_prints(tmp_path):
+    first, second = launch(_measure_in_two_processes, tmp_path)
+    assert "report.html" in first
+    assert "report.html" not in second
 
 
 # --- commands that measure ------------------------------------------------------------------------

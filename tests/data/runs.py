@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 import multiprocessing
 import os
 import time
@@ -21,7 +20,7 @@ from lightning_opt.data.pipeline.loaders import LoaderSettings, settings_of
 from lightning_opt.data.pipeline.search import Search
 from tests.data.datasets import Numbers
 from tests.helpers.models import ResumableLoader, SmallNet
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import logged_warnings, quiet_trainer
 
 
 class Rows(Numbers):
@@ -166,12 +165,8 @@ def tune_in_ddp(late: bool) -> Any:
 def tune_with_failures_on_rank_1() -> Any:
     """Tune loaders that fail on rank 1; return loader settings and warnings."""
     allow_workers()
-    warnings = list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    tuning.log.addHandler(handler)
-    settings = []
-    for failure in ("hang", "raise", "sampler"):
+    settings, warnings = [], list[str]()
+    for failure in ("hang", "worker", "probe", "sampler"):
         dataset = FailsInWorkers(failure)
         sampler = FailingSampler(dataset) if failure == "sampler" else None
         data = DataLoader(dataset, batch_size=4, sampler=sampler)
@@ -180,7 +175,9 @@ def tune_with_failures_on_rank_1() -> Any:
         trainer = quiet_trainer(
             callbacks=[tuner, record], devices=2, strategy="ddp", use_distributed_sampler=False
         )
-        trainer.fit(Recorded(), data)
+        with logged_warnings() as messages:
+            trainer.fit(Recorded(), data)
+        warnings += messages
         settings.append(record.settings)
         assert tuner.chosen is None
     return settings, warnings
@@ -215,16 +212,18 @@ class FailingSampler(SequentialSampler):
 
 
 class FailsInWorkers(Sleepy):
-    """Hangs or raises in each worker of rank 1."""
+    """Hangs or raises in each worker of rank 1, or where a batch is timed alone."""
 
     def __init__(self, failure: str) -> None:
         super().__init__()
         self.failure = failure
 
     def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()  # its dataset is another one where a batch is timed alone
-        if info is not None and info.dataset is self and os.environ["LOCAL_RANK"] == "1":
-            if self.failure == "raise":
-                raise RuntimeError("broken worker")
-            time.sleep(600)
+        info = get_worker_info()
+        if info is not None and os.environ["LOCAL_RANK"] == "1":
+            where = "worker" if info.dataset is self else "probe"
+            if self.failure == where:
+                raise RuntimeError(f"broken {where}")
+            if (self.failure, where) == ("hang", "worker"):
+                time.sleep(600)
         return super().__getitem__(index)

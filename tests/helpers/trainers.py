@@ -1,5 +1,8 @@
-"""A quiet Trainer, a logger in memory, and a callback that records gradient norms."""
+"""A quiet Trainer, records of what it logs, and a callback that records gradient norms."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +48,19 @@ class FSDPOnCPU(FSDPStrategy):
             device_id=torch.device("cpu"),
             **self.kwargs,
         )
+
+
+@contextmanager
+def logged_warnings() -> Iterator[list[str]]:
+    """Yield the warnings that lightning_opt logs in this process, where there is no caplog."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("lightning_opt")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 class MemoryLogger(Logger):

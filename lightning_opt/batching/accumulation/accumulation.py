@@ -20,7 +20,6 @@ from lightning_opt.batching.accumulation.counting import (
     windows_by_step,
 )
 from lightning_opt.batching.loader_sizes import (
-    data_ranks,
     has_several_loaders,
     intercepted_loaders,
 )
@@ -28,7 +27,7 @@ from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.sharding import flat_parameter_groups, step_groups
+from lightning_opt.core.modules.sharding import data_ranks, flat_parameter_groups, step_groups
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars

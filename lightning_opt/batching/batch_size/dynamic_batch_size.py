@@ -17,12 +17,12 @@ from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.batching.loader_sizes import (
     check_loader,
     check_single_loader,
-    data_ranks,
     intercepted_loaders,
     set_batch_size,
 )
 from lightning_opt.core.arguments import check_at_least, check_between, check_one_of, check_positive
 from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.lightning import DeepSpeedStrategy, GradientAccumulationScheduler

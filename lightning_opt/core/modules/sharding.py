@@ -135,6 +135,12 @@ class CustomExchange:
         raise NotImplementedError
 
 
+def data_ranks(trainer: Any) -> int:
+    """Return the number of ranks with their own data; tensor-parallel ranks share theirs."""
+    kwargs = trainer.distributed_sampler_kwargs
+    return int(kwargs["num_replicas"]) if kwargs else 1
+
+
 def step_groups(trainer: Any) -> Groups:
     """Return the group of the ranks that step together, as a tuple.
 

@@ -10,6 +10,7 @@ from lightning_opt.core.arguments import check_at_least, check_fraction
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.patching import Patches, replaced
+from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.trainer.run_callback import RunCallback
@@ -125,7 +126,7 @@ class DataMonitor(RunCallback):
             return
         elapsed = max(now - self._interval_start - self._validation, 1e-9)
         share = min(1.0, self._wait / elapsed)
-        rate = self._samples * trainer.world_size / elapsed
+        rate = self._samples * data_ranks(trainer) / elapsed
         self._total_wait += self._wait
         self._total_time += elapsed
         self._interval_start, self._samples = now, 0

@@ -10,6 +10,7 @@ from lightning_opt.core.arguments import check_between
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.core.modules.batches import check_tokens, samples_in, tokens_in
+from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import LossHistory, log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.profiling.durations import Work
@@ -132,7 +133,7 @@ class PerformanceMonitor(RunCallback):
         self._reset_run()
         if trainer.global_step == 0:
             self._reset_history()
-        self.record.ranks = trainer.world_size
+        self.record.ranks = data_ranks(trainer)
         self._clock = StepClock(trainer.strategy.root_device)
         self._window_start = trainer.global_step
 
@@ -202,7 +203,7 @@ class PerformanceMonitor(RunCallback):
             scalars["step_seconds"] = window.steps.quantile(0.5)
             scalars["step_p95_seconds"] = window.steps.quantile(0.95)
             for key, rate in window.rates().items():
-                scalars[key] = rate * trainer.world_size
+                scalars[key] = rate * self.record.ranks
             self._check_throughput(trainer, start, window)
         return scalars
 

@@ -192,7 +192,7 @@ class Record:
     """The measurements of a run.
 
     Attributes:
-        ranks: Number of processes.
+        ranks: Number of ranks with their own data.
         work: The timed steps.
         losses: One loss per report, by the number of its batch.
         samples: Count, sum and largest value of each sampled quantity.

@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, peak_memory
 from lightning_opt.core.modules.batches import samples_in
+from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import (
     HISTORIES,
     History,
@@ -173,7 +174,7 @@ class RunReport(RunCallback):
 
     def _describe(self, trainer: pl.Trainer, state: str, seconds: float) -> str:
         since = f" (resumed at {self._first_step:,})" if self._first_step else ""
-        rate = self._samples * trainer.world_size / seconds
+        rate = self._samples * data_ranks(trainer) / seconds
         peak = peak_memory(trainer.strategy.root_device) / MB
         duration = timedelta(seconds=round(seconds))
         return (

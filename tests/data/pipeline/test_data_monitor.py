@@ -63,7 +63,7 @@ def monitored(monkeypatch, step=4.0, validation=100.0, callback=None, **settings
 
 def test_wait_fraction_and_rate_are_logged(monkeypatch):
     """A batch of four rows takes four seconds to fetch, and its step takes four seconds."""
-    monkeypatch.setattr(Trainer, "world_size", 3)
+    monkeypatch.setattr(Trainer, "distributed_sampler_kwargs", {"num_replicas": 3, "rank": 0})
     callback, _ = monitored(monkeypatch, step=1.0)
     callback, logger = monitored(monkeypatch, callback=callback)  # starts anew
     assert logger.series("data/wait_fraction") == [pytest.approx(0.5)] * 3

@@ -102,13 +102,13 @@ def test_all_ranks_end_when_the_time_is_up_on_one():
 
 @pytest.mark.distributed
 def test_failed_trial_on_one_rank_keeps_the_loader_of_all_ranks():
-    """With a worker that hangs, one that raises, and a sampler that raises."""
+    """With a worker that hangs, and a worker, a probe and a sampler that raise."""
     for (settings, warnings), reasons in zip(
         launch(tune_with_failures_on_rank_1),
-        (["another rank"] * 3, ["timed out", "broken worker", "broken sampler"]),
+        (["another rank"] * 4, ["timed out", "broken worker", "broken probe", "broken sampler"]),
         strict=True,
     ):
-        assert settings == [LoaderSettings()] * 3
+        assert settings == [LoaderSettings()] * 4
         for warning, reason in zip(warnings, reasons, strict=True):
             assert reason in warning
 

@@ -22,7 +22,7 @@ from lightning_opt.gradients.health.measures import ActivationWatch
 from tests.gradients.clipping.test_distributed import ShardedNet, data_parallel
 from tests.helpers.models import loader_of
 from tests.helpers.processes import launch
-from tests.helpers.trainers import FSDPOnCPU, MemoryLogger, quiet_trainer
+from tests.helpers.trainers import FSDPOnCPU, MemoryLogger, logged_warnings, quiet_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -56,7 +56,8 @@ def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) 
         callbacks=[health],
         limit_val_batches=0,
     )
-    trainer.fit(model, loader_of(8))
+    with logged_warnings() as warnings:
+        trainer.fit(model, loader_of(8))
     state = health.state_dict()["0"]
     return {
         "parameters": {
@@ -72,6 +73,7 @@ def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) 
         "issues": [str(issue) for issue in health.issues],
         "state": str(health.state_dict()),
         "nonfinite": state["nonfinite"],
+        "warnings": warnings,
     }
 
 
@@ -143,6 +145,7 @@ def test_nan_on_one_rank_is_reported_on_all_and_ranks_agree_at_every_step():
         for run in (runs["ddp"], runs["fsdp2"]):
             assert run["nonfinite"] == 3  # from step 6 to the end, weights are NaN
             assert any(issue.startswith("[critical] nan") for issue in run["issues"])
+            assert any("[critical] nan" in text for text in run["warnings"]) == (runs is first)
 
 
 def watch_tensor_parallel() -> list[str]:

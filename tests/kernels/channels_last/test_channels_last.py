@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -127,6 +127,13 @@ def test_layers_from_configure_model_are_converted():
     trainer.test(model, verbose=False)
     assert set(model.seen) == {(stage, True, True) for stage in ("train", "validate", "test")}
     assert model.net[0].weight.is_contiguous()
+
+
+def test_layers_that_ddp_wraps_when_they_are_created_stay_unchanged(monkeypatch):
+    trainer, callback = quiet_trainer(), lo.ChannelsLast("always")
+    monkeypatch.setattr(Trainer, "world_size", 2)
+    callback.setup(trainer, Late(), "fit")
+    assert "wrapped immediately" in callback.report().rows[0]["because"]
 
 
 # --- decision -----------------------------------------------------------------------------------

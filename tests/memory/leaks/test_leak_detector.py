@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import logging
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from lightning_opt.core.measure.memory import MemoryLimits, Usage, malloc_info
 from lightning_opt.memory.leaks import leak_detector
 from lightning_opt.memory.leaks.suspects import MemoryTrend, Suspect, Walk, mean_size, read_counters
 from tests.helpers.processes import launch
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, logged_warnings, quiet_trainer
 from tests.memory.leaks import leaky
 from tests.memory.leaks.leaky import BATCHES, CLEAN, EPOCHS, LEAKS, HoardingLogger, Net
 
@@ -146,10 +145,9 @@ def test_outputs_of_an_epoch_are_suspects_only_if_memory_would_run_out(room):
 
 def warned() -> tuple[list[str], MemoryLogger]:
     gc.freeze()
-    logger, handler, messages = MemoryLogger(), logging.Handler(), []
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_opt").addHandler(handler)
-    train(leaky.LossList(), lo.LeakDetector(), logger=logger, max_epochs=12)
+    logger = MemoryLogger()
+    with logged_warnings() as messages:
+        train(leaky.LossList(), lo.LeakDetector(), logger=logger, max_epochs=12)
     return [text for text in messages if "LeakDetector" in text], logger
 
 

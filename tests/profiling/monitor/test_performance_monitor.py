@@ -2,7 +2,6 @@
 
 import logging
 import math
-import statistics
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import lightning_opt as lo
 from lightning_opt.core.measure import timing
 from lightning_opt.profiling.monitor.slowdown import Record, judge
 from tests.helpers.models import SmallNet, batches_of, loader_of
-from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.profiling.clock import Clock
 
@@ -74,24 +72,6 @@ def test_step_time_includes_loading_but_not_validation(monkeypatch):
     assert rates == [pytest.approx(4 / 3.5, rel=0.15)] * 6
     ratio = [t / s for t, s in zip(logger.series("perf/tokens_per_second"), rates, strict=True)]
     assert ratio == [pytest.approx(10)] * 6
-
-
-def samples_per_step() -> list[float]:
-    """Return the samples per second times the seconds of each step, last from the report."""
-    logger = MemoryLogger()
-    monitor = lo.PerformanceMonitor(every_n_steps=1)
-    trainer = quiet_trainer(callbacks=[monitor], logger=logger, devices=2, strategy="ddp")
-    trainer.fit(SmallNet(), loader_of(24, batch_size=3))
-    rates, seconds = map(logger.series, ("perf/samples_per_second", "perf/step_seconds"))
-    mean = report_of(monitor)["samples per second"] * statistics.fmean(seconds)
-    return [*(rate * each for rate, each in zip(rates, seconds, strict=True)), mean]
-
-
-@pytest.mark.distributed
-def test_rates_are_of_all_ranks():
-    (*logged, reported), _ = launch(samples_per_step)
-    assert logged == [pytest.approx(2 * 3, rel=0.05)] * len(logged) != []
-    assert reported == pytest.approx(2 * 3, rel=0.4)  # without the first steps
 
 
 def test_report_has_median_and_p95_without_the_first_two_steps(monkeypatch):

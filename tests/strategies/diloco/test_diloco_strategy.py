@@ -340,11 +340,13 @@ class SameDataNet(Net):
         return self.loss(self(batch[0]), batch[1])
 
 
-def _train_on_same_data(**settings: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+def _train_on_same_data(**settings: Any) -> tuple[Any, ...]:
     model, curvature = SameDataNet(optimizer="SGD"), lo.CurvatureMonitor(every_n_steps=5)
-    callbacks = [curvature, lo.Accumulation(normalize="samples")]
+    losses: list[Tensor] = []
+    record = LambdaCallback(on_train_batch_end=lambda *args: losses.append(args[2]["loss"]))
+    callbacks = [curvature, lo.Accumulation(normalize="samples"), record]
     quiet_trainer(callbacks=callbacks, limit_val_batches=0, **settings).fit(model)
-    return weights_of(model), curvature.history
+    return weights_of(model), curvature.history, losses
 
 
 def _processes_of_two_machines() -> Any:

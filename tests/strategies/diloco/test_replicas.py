@@ -11,8 +11,10 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from torch import Tensor, nn
 
 import lightning_opt as lo
+from lightning_opt.strategies.diloco.exchange import average_states
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
+from tests.helpers.trainers import logged_warnings
 from tests.strategies.diloco.reference import assert_equals_simulation
 from tests.strategies.runs import fit, same_on_all_ranks
 
@@ -102,7 +104,9 @@ def _clipping() -> None:
 def _guarded() -> None:
     """A bad batch of one replica does not affect the other."""
     guard, model = lo.NonFiniteGuard(), Net(bad=(5, 6))
-    fit(model, lo.DiLoCoStrategy(4, **PLAIN), callbacks=[guard], precision="64-true")
+    with logged_warnings() as messages:
+        fit(model, lo.DiLoCoStrategy(4, **PLAIN), callbacks=[guard], precision="64-true")
+    assert len(messages) == dist.get_rank()  # the first fault of a replica
     own = [(event["step"], event["ranks"]) for event in guard.events]
     assert own == ([(5, [1]), (6, [1])] if dist.get_rank() == 1 else [])
 
@@ -243,6 +247,19 @@ def _same_start_and_buffers() -> None:
     assert (float(model.shift), float(model.odd)) == (3.0, 5.0)
 
 
+def _averaged_optimizer_states() -> None:
+    """Except where only one replica has a state; a state that is not finite starts anew."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer, rank = torch.optim.SGD(parameters), dist.get_rank()
+    for number, values in enumerate(([1.0, 3.0], [2.0, torch.nan], [5.0])):
+        if rank < len(values):
+            state = {"momentum_buffer": torch.full((2,), values[rank])}
+            optimizer.state[parameters[number]] = state
+    average_states(optimizer)
+    means = [optimizer.state[p]["momentum_buffer"].tolist() for p in optimizer.state]
+    assert means == [[2.0, 2.0], [1.0, 1.0], [5.0, 5.0]][: 3 - rank]
+
+
 def _unequal_batches() -> None:
     with pytest.raises(ValueError, match="as many batches on every process, got from 14 to 16"):
         fit(Net(fewer=2), lo.DiLoCoStrategy(4))
@@ -256,6 +273,7 @@ def _run_all(folder: str) -> None:
     _unfrozen()
     _same_start_and_buffers()
     _unequal_batches()
+    _averaged_optimizer_states()
 
 
 def test_own_and_shared_state_of_replicas(tmp_path: Path) -> None:
