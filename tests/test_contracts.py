@@ -24,7 +24,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
 from lightning_opt.profiling.run_report import page
-from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
+from tests.helpers.footprint import counts_in, model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import (
     AdversarialNet,
     SmallNet,
@@ -33,7 +33,7 @@ from tests.helpers.models import (
     load_changed_state,
 )
 from tests.helpers.syncs import each_path
-from tests.helpers.trainers import SaveAt, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
 
 Settings = dict[str, Any]
 
@@ -252,7 +252,7 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
     assert twin.state_key == callback.state_key
     assert_same_state(twin.state_dict(), callback.state_dict())
     once = fit(callback)
-    state = repeatable_state(callback)
+    state, counts = repeatable_state(callback), counts_in(callback)
     twin = pickle.loads(pickle.dumps(callback))
     assert_same_state(twin.state_dict(), callback.state_dict())
     assert_same_weights(fit(twin), once)
@@ -260,6 +260,7 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
     assert_same_weights(again, once)
     if name != "DataPipelineTuner":  # measures anew, and may choose other settings
         assert_same_state(repeatable_state(callback), state)
+        assert counts_in(callback) == counts
     fit_until_error(callback, fail_at=3)
     assert_same_weights(fit(callback), once)
 
@@ -310,12 +311,14 @@ def test_resumes_bit_exactly_in_mid_epoch(name, settings, tmp_path, monkeypatch)
 
 
 def evaluate(*callbacks: Callback) -> list[Any]:
-    """Return the metrics of ``validate`` and ``test`` and the predictions, then train."""
-    trainer, model = quiet_trainer(callbacks=list(callbacks)), SmallNet()
+    """Return the metrics and logs of ``validate`` and ``test`` and the predictions, then train."""
+    logger, model = MemoryLogger(), SmallNet()
+    trainer = quiet_trainer(callbacks=list(callbacks), logger=logger)
     results = [
         trainer.validate(model, verbose=False),
         trainer.test(model, verbose=False),
         [prediction.tolist() for prediction in trainer.predict(model)],
+        list(logger.records),
     ]
     trainer.fit(model)
     return results
@@ -328,7 +331,7 @@ def evaluated_without_callback() -> list[Any]:
 
 @each_callback
 def test_validate_test_and_predict_are_unaffected(name):
-    callback = build(name, {})
+    callback = build(name, CASES[name][-1])
     for _ in range(2):
         assert evaluate(callback) == evaluated_without_callback()
 

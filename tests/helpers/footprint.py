@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections import deque
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ def process_footprint() -> dict[str, Any]:
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
+            nn.functional.scaled_dot_product_attention,
         ),
         "compiler": [
             bool(getattr(sys.modules.get(module), name, default))
@@ -141,10 +143,13 @@ def process_footprint() -> dict[str, Any]:
         "warnings": [
             f for f in warnings.filters if getattr(f[3], "pattern", "") != "torch.distributed"
         ],
-        "logging": [
-            (logger.level, len(logger.handlers))
-            for logger in map(logging.getLogger, (None, "lightning.pytorch", "pytorch_lightning"))
-        ],
+        "logging": {
+            name: (logger.level, len(logger.handlers))
+            for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]
+            if not name.startswith("torch.")  # the compiler sets some
+            and isinstance(logger, logging.Logger)
+            and (logger.level or logger.handlers)
+        },
         "environment": {
             key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"
         },
@@ -161,3 +166,21 @@ def _attributes(instance: Any) -> dict[str, str]:
         for key, value in vars(instance).items()
         if not isinstance(value, Callback)
     }
+
+
+def counts_in(owner: object, seen: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return numbers and lengths in an object of lightning_opt, also in those that it holds.
+
+    Numbers are integers and flags; equal runs leave them equal.
+    """
+    counts: dict[str, Any] = {}
+    names = [*getattr(owner, "__dict__", ()), *getattr(type(owner), "__slots__", ())]
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int):
+            counts[name] = value
+        elif type(value).__module__.startswith("lightning_opt") and id(value) not in seen:
+            counts[name] = counts_in(value, (*seen, id(owner)))
+        elif isinstance(value, list | tuple | dict | deque | set) and name != "pauses":  # of gc
+            counts[name] = len(value)
+    return counts

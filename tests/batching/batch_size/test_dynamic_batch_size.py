@@ -184,6 +184,10 @@ def test_learning_rates_follow_the_size(rule, factor):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.layer.bias.sum()
 
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": [parameter]} for parameter in self.parameters()]
+            return torch.optim.SGD(groups, lr=0.01)
+
         def on_train_batch_end(self, *args: Any) -> None:
             moved.append(self.layer.bias.item())
 
@@ -229,10 +233,17 @@ def test_limits_in_batches_span_the_same_samples():
     assert (trainer.limit_train_batches, trainer.val_check_interval) == (8, 4)
 
 
+class Planned(Net):
+    """Creates the loader early."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches
+
+
 def train(folder: Path, ranks: int) -> tuple[int | None, int, list[list[int]], list[Tensor]]:
     """Train an epoch, from the folder's checkpoint if there is one, and save one."""
     last = folder / "last.ckpt"
-    net, callback = Net(fits=7), lo.DynamicBatchSize(budget_mb=PLENTY)
+    net, callback = Planned(fits=7), lo.DynamicBatchSize(budget_mb=PLENTY)
     trainer = quiet_trainer(
         callbacks=[callback],
         devices=ranks,

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class Writer(Callback):
     teardown = write
 
 
-def test_search_has_no_side_effects(tmp_path):
+def test_search_has_no_side_effects(tmp_path, request):
     class Callbacks(Wide):
         def configure_callbacks(self) -> Any:
             return [
@@ -91,6 +91,8 @@ def test_search_has_no_side_effects(tmp_path):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     callbacks, states = list(trainer.callbacks), [c.state_dict() for c in trainer.callbacks]
     before = (model_footprint(model)["tensors"], torch.get_rng_state(), random.getstate())
+    gc.unfreeze()
+    request.addfinalizer(gc.freeze)  # as for the other tests
     process = process_footprint()
     position = loader.generator.get_state()  # type: ignore[union-attr]
     loops = trainer.fit_loop.state_dict()
@@ -189,8 +191,17 @@ def test_objects_that_cannot_be_copied_are_shared_and_named():
 @pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key")  # for ManualRun
 def test_models_that_depend_on_a_whole_run_can_be_tried(kind):
     settings = {"budget_mb": 10**6, "max_size": 16}
-    found = lo.find_batch_size(quiet_trainer(), kind(), loader_of(64), mode="fastest", **settings)
-    assert found.largest == 16
+    trainer, model = quiet_trainer(), kind()
+    data = LightningDataModule()
+    for owner in (data, model):
+        owner.train_dataloader = lambda: loader_of(64)
+    data.val_dataloader = model.val_dataloader
+    for given in (data, None):
+        found = lo.find_batch_size(trainer, model, given, mode="fastest", **settings)
+        assert found.largest == 16
+        assert trainer.fit_loop._data_source.instance is (given or model)
+        assert trainer.strategy.optimizers == []
+        assert not {"setup", "teardown"} & vars(data).keys()
     callback = lo.DynamicBatchSize(scale_lr="linear", **settings)
     trainer = quiet_trainer(callbacks=[callback], max_epochs=2)
     trainer.fit(kind(), loader_of(64))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_opt.core.numerics.statistics import Window
+from lightning_opt.core.numerics.statistics import DeviceBands, LogBand, Window
 
 search = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 both_kinds = pytest.mark.parametrize("kind", ["float", "tensor"])
@@ -22,10 +22,11 @@ values = st.lists(
 
 
 def feed(statistic: Any, numbers: list[float], kind: str) -> dict[str, Any]:
+    """Add the numbers; a state "moved" is resumed on the host in the middle."""
     state: dict[str, Any] = statistic.init()
-    for number in numbers:
-        value = torch.tensor(number, dtype=torch.float64) if kind == "tensor" else number
-        statistic.update(state, value)
+    for index, number in enumerate(numbers):
+        on_device = kind == "tensor" or (kind == "moved" and index < len(numbers) // 2)
+        statistic.update(state, torch.tensor(number, dtype=torch.float64) if on_device else number)
     return state
 
 
@@ -38,7 +39,7 @@ def valid(numbers: list[float]) -> np.ndarray:
     return np.array([number for number in numbers if 0.0 < number < math.inf])
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", ["float", "tensor", "moved"])
 @pytest.mark.parametrize("size", [2, 7, 64, None])
 @search
 @given(numbers=values, q=st.floats(0.0, 1.0))
@@ -76,3 +77,17 @@ def test_quantile_of_a_long_history_is_exact(kind: str, q: float) -> None:
 def test_deviation_of_huge_values_does_not_overflow() -> None:
     state = feed(Window(4), [1e200, 3e200], "float")
     assert Window(4).mean_plus_std(state, 1.0) == pytest.approx(3e200)
+
+
+def test_each_band_of_a_device_continues_its_own_series() -> None:
+    band, rng = LogBand(), np.random.default_rng(0)
+    series = rng.lognormal((0.0, 3.0), size=(40, 2))
+    on_host = [band.init(), band.init()]
+    for row in series[:20]:
+        limits = [band.limit(float(x), state) for x, state in zip(row, on_host, strict=True)]
+    bands = DeviceBands(band, [dict(state) for state in on_host], torch.device("cpu"))
+    for row in series[20:]:
+        found = bands.thresholds()
+        limits = [band.limit(float(x), state) for x, state in zip(row, on_host, strict=True)]
+        assert found.tolist() == pytest.approx(limits, rel=1e-4)
+        bands.advance(torch.tensor(row).log())

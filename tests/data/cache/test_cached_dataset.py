@@ -277,6 +277,8 @@ def test_later_run_finds_items_of_the_same_key_and_class_only(tmp_path):
     for dataset, key, hits in (
         (Counting(), "v1", 1),
         (Counting(), "v2", 0),
+        (Counting(), "v 3", 0),
+        (Counting(), "v/3", 0),
         (Batched(), "v1", 0),
     ):
         cache = cached_dataset(dataset, "disk", tmp_path, key=key)
@@ -311,9 +313,10 @@ def test_random_items_raise_unless_allowed(kind):
     assert torch.equal(cache[3], cache[3])
 
 
-def test_check_for_randomness_leaves_no_file_open():
+def test_checks_of_items_leave_no_file_open(tmp_path):
     dataset = Lazy()
-    lo.CachedDataset(Subset(dataset, range(5)), MB)
+    cached_dataset(Subset(dataset, range(5)))
+    cached_dataset(Subset(dataset, range(5)), "disk", tmp_path)
     assert dataset.handle is None
 
 
