@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ class Plan:
     device: str = "cuda"
     workers: int = 0
     noise: float = 0.0
+    growth: int = 0  # of the peak, per step
 
 
 @dataclass
@@ -66,10 +67,10 @@ class SimulatedProcess:
 
     def __init__(self, world: World, switches: Switches, file: Path) -> None:
         self.world, self.switches, self.file = world, switches, file
-        self.plan = plan = world.plans[switches]
+        self.plan = world.plans[switches]
         self.steps: list[Step] = []
         self.open = True
-        self.peak_bytes, self.timeout = plan.peak, 100.0
+        self.timeout = 100.0
         world.alive += 1
 
     def advance(self, count: int) -> list[Step]:
@@ -90,6 +91,10 @@ class SimulatedProcess:
     @property
     def taken(self) -> int:
         return len(self.steps)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.plan.peak + self.plan.growth * self.taken
 
     def write(self) -> None:
         generator = torch.Generator().manual_seed(int(self.file.stem))
@@ -220,6 +225,29 @@ def test_unresponsive_trial_raises_when_the_budget_ends(tmp_path: Path, step: in
     # The budget is longer than the trial's own timeout.
     trials = run(world, [("a",)], deadline=time.monotonic() + 150)
     assert trials["a",].verdict == "timeout"
+
+
+def test_turn_with_little_time_does_not_shorten_the_next_one(tmp_path: Path) -> None:
+    process = SimulatedProcess(world_of(tmp_path), (), tmp_path / "0.pt")
+    run = Run(cast(Any, process), tmp_path / "0.pt")
+    run.advance(1, deadline=time.monotonic() + 50)
+    assert process.timeout <= 50
+    run.advance(1)
+    assert process.timeout == 100
+
+
+def test_short_trial_is_compared_with_the_peak_after_as_many_steps(tmp_path: Path) -> None:
+    world = world_of(tmp_path)
+    world.plans[()] = Plan(peak=1000, growth=1)
+    baseline = Baseline(world.start, 0.5)
+    baseline.ensure_running()
+    steps = max(baseline.peaks)
+    baseline.take_turn(10)
+    assert (baseline.peak_after(steps), baseline.peak_after(steps + 1)) == (
+        1000 + steps,
+        1010 + steps,
+    )
+    baseline.close()
 
 
 def test_memory_objective_limits_the_slowdown(tmp_path: Path) -> None:

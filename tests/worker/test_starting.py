@@ -31,6 +31,7 @@ def test_main_script_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys & spawn.get_preparation_data("name").keys()
     with child._without_main_script():
         assert not keys & spawn.get_preparation_data("name").keys()
+    assert keys & spawn.get_preparation_data("name").keys()
 
 
 def wait_for_eof(end: connection.Connection, state: child.ProcessState) -> None:

@@ -49,9 +49,15 @@ def plain_losses(epochs: int = 2) -> list[float]:
     return spy.losses
 
 
+def rows_and_numbers() -> Any:
+    """Make the rows, with random numbers that the training does not see."""
+    torch.rand(3)
+    return rows()
+
+
 @pytest.fixture(scope="module")
 def fit() -> Iterator[TrainingProcess]:
-    with TrainingProcess(Net, rows, CPU) as fit:
+    with TrainingProcess(Net, rows_and_numbers, CPU) as fit:
         yield fit
 
 
@@ -167,7 +173,7 @@ def test_workers_prepare_no_batches_during_a_pause(tmp_path):
     """A training that waits for data would otherwise look faster after each pause."""
     file = tmp_path / "made"
     with TrainingProcess(
-        Net, lambda: DataLoader(Counted(file), batch_size=8, num_workers=1), CPU
+        Net, lambda: DataLoader(Counted(file), batch_size=8, num_workers=2), CPU
     ) as fit:
         for _ in range(2):
             fit.advance(2)

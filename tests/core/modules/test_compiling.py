@@ -6,11 +6,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_opt.core.modules.compiling import (
+    STANCE,
     has_checkpointed_parts,
     has_compiled_parts,
     hooks_are_compiled,
     is_checkpointed,
     is_compiled,
+    run_eagerly,
 )
 from lightning_opt.core.modules.patching import ReplacedForward
 
@@ -29,6 +31,12 @@ def linear(**attributes):
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
+
+
+def test_modules_run_eagerly_only_inside():
+    with run_eagerly():
+        assert STANCE.eager
+    assert not STANCE.eager
 
 
 def replaced(*kinds):

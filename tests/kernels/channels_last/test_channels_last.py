@@ -82,6 +82,8 @@ def test_layout_is_restored_after_an_exception(fail_at):
     with pytest.raises(ArithmeticError, match="planted"):
         fit(model, lo.ChannelsLast())
     assert model_footprint(model)["tensors"] == before["tensors"]
+    for weight in model.parameters():
+        assert weight.grad is None or weight.grad.is_contiguous()
     (optimizer,) = model.trainer.optimizers
     for state in optimizer.state.values():
         assert all(value.is_contiguous() for value in state.values())

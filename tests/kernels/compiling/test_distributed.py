@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_opt.kernels.compiling.compile_model import CompileModel
@@ -61,6 +62,7 @@ def under_ddp() -> list[Any]:
         callback = CompileModel(backend="aot_eager", scope=scope)
         assert_same(train(callback, model=Split(), **ddp()), expected)
         found.append({row["mode"] for row in callback.report().rows})
+        assert torch._dynamo.config.optimize_ddp
     for backend in (fails, fails_in_backward):
         callback = CompileModel(backend=on_rank_0(backend))
         actual, messages = messages_of(lambda c=callback: train(c, model=Split(), **ddp()))

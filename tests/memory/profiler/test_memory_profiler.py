@@ -254,6 +254,8 @@ def test_dispatch_mode_is_removed_and_nothing_written_after_a_failing_step(tmp_p
     with pytest.raises(ArithmeticError, match="planted"):
         profile(model, every_n_steps=1, modules=True, default_root_dir=tmp_path)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ArithmeticError), lo.MemoryProfiler() as profiler, profiler.phase("all"):
+        raise ArithmeticError
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     torch.ones(3, requires_grad=True).square().sum().backward()
 
