@@ -31,10 +31,15 @@ class Rows(Numbers):
 
 
 class Recorded(SmallNet):
-    """A model that draws random numbers in each step."""
+    """A model that counts its steps in a buffer, and draws random numbers in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
 
     def step(self, batch: Any) -> Tensor:
         inputs, targets = batch
+        self.steps += 1
         return self.loss(self(nn_dropout(inputs)), targets)
 
 
@@ -155,8 +160,10 @@ def tune_in_ddp(late: bool) -> Any:
 
     if late and rank == 1:
         tuning.probe = probe_for_an_hour
+    model, data = Recorded(), DataLoader(dataset, batch_size=4)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer.fit(Recorded(), DataLoader(dataset, batch_size=4))
+        trainer.fit(model, data, data)
+    assert float(model.steps) == 12  # of training and validation, and none of the trials
     (note,) = tuner.report().notes
     note = note[note.index("A batch") :]
     return tuner.chosen, tuner.report().rows, note, note in printed.getvalue(), processes

@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_opt.worker import training_process
 from lightning_opt.worker.recipes import import_attribute, instantiate
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 from tests.helpers.fork_server import share_fork_server, use_fork_server
@@ -140,6 +143,26 @@ def test_changed_import_path_keeps_the_fork_server(fit, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     with TrainingProcess("added_module:Net", rows, CPU) as other:
         assert is_forked(other)
+
+
+def test_process_has_the_settings_of_its_parent_and_its_own_seed(fit, monkeypatch, tmp_path):
+    assert is_forked(fit)  # the fork server had other settings when it started
+    monkeypatch.delenv("PATH")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+
+    def make() -> Net:
+        found = [torch.get_num_threads(), torch.initial_seed(), "PATH" in os.environ]
+        (tmp_path / "found").write_text(str(found))
+        return Net()
+
+    try:
+        with TrainingProcess(make, rows, CPU, seed=7) as other:
+            other.advance(1)
+            assert is_forked(other)
+    finally:
+        torch.set_num_threads(threads)
+    assert (tmp_path / "found").read_text() == str([threads + 1, 7, False])
 
 
 def test_changed_early_variable_starts_a_new_interpreter(fit, monkeypatch):
@@ -343,7 +366,10 @@ def children_of(fit: TrainingProcess) -> list[int]:
     return [child.pid for child in psutil.Process(fit.summary["pid"]).children(recursive=True)]
 
 
-def test_closed_training_cleans_up_and_ends_its_workers(tmp_path):
+def test_closed_training_cleans_up_and_ends_its_workers(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
     class Leaves(Callback):
         def on_exception(self, *_: Any) -> None:
             (tmp_path / "tidy").touch()
@@ -355,6 +381,11 @@ def test_closed_training_cleans_up_and_ends_its_workers(tmp_path):
     fit.close()
     fit.close()
     assert (tmp_path / "tidy").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(training_process, "start_process", Mock(side_effect=OSError("planted")))
+        with pytest.raises(OSError, match="planted"):
+            TrainingProcess(Net, rows, CPU)
+    assert list((tmp_path / "temporary").iterdir()) == []
     assert all(gone(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="closed"):
         fit.advance(1)
@@ -398,6 +429,10 @@ def test_file_path_is_imported_with_its_neighbours(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="no file"):
         import_attribute(f"{tmp_path}/nothing.py:Model")
     del sys.modules["project_of_ours"], sys.modules["neighbour_of_ours"]
+    (tmp_path / "broken_one.py").write_text("raise ArithmeticError('planted')")
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="planted"):
+            import_attribute(f"{tmp_path}/broken_one.py:Model")
 
 
 def test_class_paths_are_instantiated_in_lists_and_dicts():

@@ -97,7 +97,6 @@ class LeakDetector(RunCallback):
     def _reset(self) -> None:
         self._steps = self._searches = 0
         self.suspects: list[Suspect] = []  # oldest first
-        self._training = False
         self._pause = FIRST_PAUSE
         self._paused_until = 0
         self._end_search()
@@ -113,7 +112,6 @@ class LeakDetector(RunCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset all state: samples of another run do not apply to this one."""
         self._reset()
-        self._training = True
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
@@ -133,7 +131,7 @@ class LeakDetector(RunCallback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take a sample; validation has its own series."""
-        if self._training and self._steps > self.warmup_steps:
+        if trainer.state.fn == "fit" and self._steps > self.warmup_steps:
             self._sample_and_search(trainer, "validation")
 
     def _sample_and_search(self, trainer: pl.Trainer, phase: Phase) -> None:
@@ -234,5 +232,4 @@ class LeakDetector(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """End a running search."""
-        self._training = False
         self._end_search()

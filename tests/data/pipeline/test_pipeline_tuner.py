@@ -83,6 +83,16 @@ def test_samples_are_the_same_under_ddp(cached, own_sampler):
         assert sorted(row for batch in batches for row in batch) == list(range(24))
 
 
+def test_loader_that_each_epoch_requests_again_is_tuned_in_each(monkeypatch):
+    monkeypatch.setattr(Search, "run", choose(WORKERS))
+    model, data = Recorded(), DataLoader(Rows(), batch_size=4)
+    model.train_dataloader = lambda: data
+    callbacks = [record := Record(), lo.DataPipelineTuner(verbose=False)]
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    quiet_trainer(callbacks=callbacks, **settings).fit(model)
+    assert record.workers == {2}
+
+
 @pytest.mark.distributed
 def test_ranks_choose_the_same_settings():
     (first, rows, note, *printed), (second, other_rows, other_note, *other) = launch(

@@ -45,6 +45,8 @@ def test_cleanups_raise_the_level_and_the_third_failure_is_the_last():
     assert not pressure.is_high(0.999)
     assert not pressure.is_high(0.59)
     assert pressure.is_high(0.81)
+    pressure.record_cleanup(0.81, freed=0.0)
+    assert pressure.level < 1  # the failures count anew
 
 
 def test_only_failures_in_a_row_end_the_cleanups():

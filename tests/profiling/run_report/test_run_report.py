@@ -308,9 +308,12 @@ def test_exception_before_the_first_step_writes_the_page(tmp_path):
         def validation_step(self, *args: Any) -> Any:
             raise ArithmeticError("planted")
 
+    report = lo.RunReport()
+    fit(tmp_path, report)
     with pytest.raises(ArithmeticError):
-        fit(tmp_path, lo.RunReport(), model=Fails(), num_sanity_val_steps=1)
+        fit(tmp_path, report, model=Fails(), num_sanity_val_steps=1)
     assert "ArithmeticError: planted after 0 steps in " in read(tmp_path).sentence
+    assert " 0.0 samples per second" in read(tmp_path).sentence
 
 
 def test_failing_report_and_failing_series_are_named_on_the_page(tmp_path, pictures):
@@ -362,8 +365,11 @@ def test_curves_of_other_callbacks_continue_after_a_resume_and_restart_with_a_mo
     run(resumed, 2, tmp_path / "last.ckpt")
     assert_same_state(resumed.state_dict(), whole.state_dict())
     assert len(whole.state_dict()["sums"]) > 1
-    run(first, 2)
+    trainer = run(first, 2)
     assert_same_state(first.state_dict(), whole.state_dict())
+    trainer.fit_loop.max_epochs += 2
+    trainer.fit(SmallNet())
+    assert first.state_dict()["sums"].keys() == whole.state_dict()["sums"].keys()
 
 
 # --- recorded losses ---------------------------------------------------------------------------

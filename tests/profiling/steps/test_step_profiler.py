@@ -457,6 +457,10 @@ def test_table_is_printed_and_means_are_logged(capsys):
     trainer.validate(model, verbose=False)
     with pytest.raises(RuntimeError, match=r"measured: \['fit', 'validate'\]"):
         profiler.report("test")
+    trainer.profiler = newest = lo.StepProfiler(print_table=False)
+    for evaluate in (trainer.validate, trainer.test, trainer.validate):
+        evaluate(model, verbose=False)
+    assert newest.report().title == newest.report("validate").title
 
 
 # --- construction -------------------------------------------------------------------------------
