@@ -212,8 +212,8 @@ def leave_one_open(server: dict[str, Any]) -> tuple[int, int, str]:
     """Start a training in a rank of a cluster, and leave it open."""
     use_fork_server(server)
     multiprocessing.current_process().daemon = False  # which may not have children
-    os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes"}
-    fit = TrainingProcess(Net, rows, CPU)
+    os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes", "LOCAL_RANK": "1"}
+    fit = TrainingProcess(Net, rows, TWO_RANKS)
     fit.advance(2)
     LEFT_OPEN.append(fit)
     return fit.summary["pid"], fit.summary["devices"], os.environ["LOCAL_RANK"]
@@ -224,7 +224,7 @@ LEFT_OPEN: list[TrainingProcess] = []
 
 def test_process_with_an_open_training_exits_and_ignores_its_rank():
     ((pid, devices, rank),) = launch(leave_one_open, share_fork_server(), processes=1)
-    assert (devices, rank) == (1, "0")
+    assert (devices, rank) == (2, "1")
     assert gone(pid)
 
 
@@ -255,17 +255,30 @@ def test_all_processes_end_with_a_killed_parent(tmp_path):
 TWO_RANKS = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 
 
-class FailsOnRank1(Callback):
+class OnRank1(Callback):
+    """Fails or hangs on rank 1, while rank 0 waits."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 5:
+        if trainer.global_step != 5:
+            return
+        if trainer.global_rank == 0:
+            time.sleep(3600)
+        if self.fails:
             raise ArithmeticError("planted on rank 1")
+        self.hang()
+
+    def hang(self) -> None:
+        time.sleep(3600)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_step_together_and_the_first_failure_is_reported():
-    """Rank 0 also fails then, because its connection is closed."""
-    with TrainingProcess(Net, rows, lambda: {**TWO_RANKS, "callbacks": [FailsOnRank1()]}) as fit:
+    settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=True)]}
+    with TrainingProcess(Net, rows, lambda: settings, timeout=3600) as fit:
         steps = [*fit.advance(3), *fit.advance(2)]
         assert {step.samples for step in steps} == {8}
         assert fit.summary["devices"] == 2
@@ -308,14 +321,17 @@ def test_failure_has_a_kind_and_a_sentence(what, kind, message):
         assert fit.closed
 
 
-def test_timeout_reports_the_stack():
-    with TrainingProcess(Net, rows, lambda: mishap("hangs"), timeout=60) as fit:
+def test_timeout_reports_the_stacks_of_all_ranks():
+    settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=False)]}
+    with TrainingProcess(Net, rows, lambda: settings) as fit:
         pid = fit.summary["pid"]
+        fit.advance(5)
         fit.timeout = 1
         with pytest.raises(FitFailed, match=r"did not respond within 1 s") as failure:
             fit.advance(3)
         assert failure.value.kind == "timeout"
-        assert "in hangs" in failure.value.details
+        for function in ("in hang", "in on_train_batch_start"):
+            assert function in failure.value.details
         assert gone(pid)
 
 

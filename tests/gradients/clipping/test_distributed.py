@@ -332,13 +332,19 @@ def test_fsdp1_equals_one_process(rule, use_orig_params, units, fsdp1, single):
 
 
 def measure_no_shard() -> tuple[float, list[float], int]:
-    """Wrap a sharded and an unsharded unit. Lightning has one setting for all units."""
-    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
+    """Wrap an unsharded unit and one with two replicas. Lightning has one setting for all units."""
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=4)
     model = SmallNet(widths=(3,)).layer
     strategies = torch.distributed.fsdp.ShardingStrategy
-    for index, strategy in ((0, strategies.NO_SHARD), (2, strategies.FULL_SHARD)):
+    world = torch.distributed.group.WORLD
+    shards, _ = torch.distributed.new_subgroups(2)
+    replicas, _ = torch.distributed.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    for index, strategy, group in (
+        (0, strategies.NO_SHARD, world),
+        (2, strategies.HYBRID_SHARD, (shards, replicas)),
+    ):
         model[index] = FullyShardedDataParallel(
-            model[index], sharding_strategy=strategy, device_id=torch.device("cpu")
+            model[index], group, sharding_strategy=strategy, device_id=torch.device("cpu")
         )
     inputs, targets = next(iter(loader_of(1)))
     nn.functional.mse_loss(model(inputs), targets).backward()
@@ -356,7 +362,7 @@ def test_unsharded_fsdp1_units_are_not_summed_over_ranks():
         sum(p.grad.double().square().sum().item() for p in plain[index].parameters())
         for index in (0, 2)
     ]
-    for total, per_tensor, sharded in launch(measure_no_shard):
+    for total, per_tensor, sharded in launch(measure_no_shard, processes=4):
         assert per_tensor == pytest.approx([math.sqrt(square) for square in squares], rel=1e-5)
         assert total == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
         assert sharded > 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_opt.strategies.compression import exchange
+from lightning_opt.strategies.compression.buckets import Buckets
 from lightning_opt.strategies.compression.compressed_ddp import (
     CompressedDDPStrategy,
     HookedDDPStrategy,
@@ -196,6 +197,14 @@ def test_resumed_run_loses_nothing_at_any_number_of_ranks(tmp_path):
     for states in launch(_second_half, folder, three, processes=3):
         assert states["auto"]["bounds"] == bounds
         assert states["topk"]["ramped"] == saved["ramped"] + 20
+
+
+def test_restored_residuals_are_counted_once():
+    buckets, parameter = Buckets(), torch.zeros(2)
+    buckets.load({"a": torch.tensor([3.0, 4.0])})
+    for _ in range(2):  # before and after the first step
+        assert buckets.norm() == 5
+        buckets.get({"a": parameter}, parameter)
 
 
 # --- reports ------------------------------------------------------------------------------------
