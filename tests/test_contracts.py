@@ -9,6 +9,7 @@ import gc
 import importlib
 import inspect
 import json
+import math
 import os
 import pickle
 import threading
@@ -77,6 +78,53 @@ SETTINGS: dict[str, list[Settings]] = {
     "Runtime": [{"matmul_precision": "medium", "threads": 2}],
 }
 """Settings tested besides the defaults, chosen to take effect within a few steps."""
+
+WRONG: dict[str, list[Settings]] = {
+    "ChannelsLast": [{"policy": "on"}],
+    "CompileModel": [
+        {"mode": "fast"}, {"scope": "blocks"}, {"mode": "max-autotune", "backend": "eager"},
+    ],
+    "CurvatureMonitor": [
+        {"n_samples": 1}, {"fraction": 1.5}, {"tolerance": 0}, {"max_iterations": 0},
+    ],
+    "CurvaturePreconditioner": [
+        {"every_n_steps": 0}, {"beta": 1.0}, {"power": 2.0}, {"damping": 0.0}, {"clip": -1.0},
+        {"fraction": 0.0},
+    ],
+    "DataMonitor": [{"every_n_steps": 0}, {"threshold": 1.5}, {"patience": 0}],
+    "DataPipelineTuner": [{"max_workers": -1}, {"budget_seconds": 0}],
+    "DynamicBatchSize": [
+        {"target": 1.5}, {"scale_lr": "cubic"}, {"find": "best"},
+        {"scale_lr": "sqrt", "keep_effective": 8},
+    ],
+    "GarbageCollection": [{"every_n_steps": 0}],
+    "GradientHealth": [{"every_n_steps": 2.5}, {"exploding": math.nan}, {"vanishing": -1e-7}],
+    "LeakDetector": [{"every_n_steps": 0}, {"warmup_steps": -1}, {"min_kb_per_step": 0}],
+    "MemoryCleanup": [
+        {"threshold": 1.0}, {"threshold": 0.5}, {"release": -0.1}, {"threshold": math.nan},
+        {"actions": []}, {"actions": ["reboot"]}, {"actions": "gc"},
+    ],
+    "MemoryProfiler": [{"every_n_steps": 0}],
+    "MicroBatching": [
+        {"size": 0}, {"size": "half"}, {"regrow_every": 0}, {"loss": "mean"},
+        {"loss": "mean_over_tokens"}, {"count": len},
+    ],
+    "NonFiniteGuard": [
+        {"policy": "ignore"}, {"max_consecutive": 2.5}, {"spike": math.nan}, {"lr_backoff": 1.5},
+        {"snapshot_every_n_steps": 0}, {"backoff_after": 0}, {"every_n_steps": 0},
+        {"policy": "rollback", "rollback_after": 10},
+    ],
+    "PerformanceMonitor": [
+        {"every_n_steps": 0}, {"sample_seconds": 0.0}, {"tokens": 0}, {"slowdown": 1.5},
+    ],
+    "Runtime": [
+        {"matmul_precision": "low"}, {"cudnn_benchmark": "auto"}, {"allocator": "jemalloc"},
+        {"threads": 0},
+    ],
+    "StepProfiler": [{"log_every_n_steps": -1}, {"tokens": 0}, {"peak_flops": 0.0}],
+    "DynamicLossScale": [{"growth_interval": 0}, {"patience": 0}],
+}  # fmt: skip
+"""Wrong arguments. The error names the last of each."""
 
 INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
     # Inductor takes seconds per run, changes results by rounding and leaves threads running.
@@ -230,6 +278,13 @@ def test_lightning_cli_round_trip_keeps_settings(number, tmp_path, monkeypatch, 
         assert_same_weights(fit(callback), fit(build(name, settings[name])))
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_argument_raises_an_error_that_names_it(name):
+    for settings in WRONG[name]:
+        with pytest.raises(ValueError, match=list(settings)[-1]):
+            getattr(lo, name)(**settings)
+
+
 # --- runs ---------------------------------------------------------------------------------------
 
 
@@ -260,7 +315,8 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
     assert_same_weights(again, once)
     if name != "DataPipelineTuner":  # measures anew, and may choose other settings
         assert_same_state(repeatable_state(callback), state)
-        assert counts_in(callback) == counts
+        if name not in ("LeakDetector", "MemoryCleanup", "PerformanceMonitor"):  # they measure
+            assert counts_in(callback) == counts
     fit_until_error(callback, fail_at=3)
     assert_same_weights(fit(callback), once)
 

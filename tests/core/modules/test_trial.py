@@ -7,13 +7,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_side_effects
 from tests.helpers.models import AdversarialNet, assert_same_weights
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
 class Teaching(L.LightningModule):
@@ -27,6 +28,7 @@ class Teaching(L.LightningModule):
         self.hidden = [nn.Linear(4, 4).requires_grad_(False)]
         self.register_buffer("center", torch.zeros(4))
         self.draws, self.own = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.accuracy, self.count, self.seen = torchmetrics.MeanMetric(), 0, list[float]()
         self.writes_batch = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -47,7 +49,14 @@ class Teaching(L.LightningModule):
         noise = random.random() + np.random.rand() + self.draws.random()  # noqa: NPY002
         noise = noise + self.hidden[0](batch)
         noise = noise + torch.rand(4) + torch.rand(4, generator=self.own)
-        return (self.student(batch) - self.teacher(batch) + noise - self.center).square().mean()
+        loss = (self.student(batch) - self.teacher(batch) + noise - self.center).square().mean()
+        self.count += 1
+        self.accuracy.update(loss.detach())
+        self.seen.append(float(loss.detach()))
+        self.late = self.count
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy)
+        return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.student.parameters(), lr=0.05)
@@ -60,11 +69,13 @@ class Teaching(L.LightningModule):
 def fit(callback: Any = None, **settings: Any) -> Teaching:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
-    model = Teaching()
+    model, logger = Teaching(), MemoryLogger()
     callbacks = [] if callback is None else [callback]
-    quiet_trainer(callbacks=callbacks, max_epochs=1, limit_val_batches=0, **settings).fit(model)
+    quiet_trainer(callbacks=callbacks, logger=logger, limit_val_batches=0, **settings).fit(model)
     model.last = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
     model.last += [model.draws.random(), float(torch.rand((), generator=model.own))]
+    logged = [{key: v for key, v in m.items() if "/" not in key} for _, m in logger.records]
+    model.last += [model.count, model.seen, model.late, [m for m in logged if m.keys() - {"epoch"}]]
     return model
 
 

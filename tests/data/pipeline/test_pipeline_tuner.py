@@ -337,9 +337,3 @@ def test_worker_limit_follows_cpus_and_busy_share():
     assert [tuning.max_workers_for(6, 1, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
     assert [tuning.max_workers_for(6, 4, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
     assert tuning.max_workers_for(128, 4, 0.0) == 32  # the share of the CPUs is more than 16
-
-
-def test_invalid_arguments_raise():
-    for settings in ({"max_workers": -1}, {"budget_seconds": 0}):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            lo.DataPipelineTuner(**settings)

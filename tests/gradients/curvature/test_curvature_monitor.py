@@ -104,9 +104,3 @@ def test_adaptive_optimizer_has_no_edge():
     callback = monitor(n_samples=2)
     quiet_trainer(callbacks=[callback]).fit(SmallNet("Adam", lr=LR), loader_of(4))
     assert "edge" not in callback.history[0]
-
-
-def test_invalid_argument_raises_with_its_name():
-    for settings in ({"n_samples": 1}, {"fraction": 1.5}, {"tolerance": 0}, {"max_iterations": 0}):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            lo.CurvatureMonitor(**settings)

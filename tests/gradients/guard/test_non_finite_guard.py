@@ -91,208 +91,195 @@ class Recorder(FaultyNet):
         return loss
 
 
-class TestWindows:
-    @pytest.mark.parametrize("window", [1, 5])
-    def test_event_loss_is_the_mean_over_the_accumulation_window(self, window: int) -> None:
-        guard = lo.NonFiniteGuard(max_consecutive=100)
-        model = Recorder(dict.fromkeys(range(12), "root"))  # finite losses, bad gradients
-        fit(model, guard, accumulate_grad_batches=window)
-        losses = model.losses
-        expected = [
-            sum(losses[i : i + window]) / len(losses[i : i + window]) for i in range(0, 12, window)
-        ]
-        assert [event["loss"] for event in guard.events] == pytest.approx(expected)
+@pytest.mark.parametrize("window", [1, 5])
+def test_event_loss_is_the_mean_over_the_accumulation_window(window: int) -> None:
+    guard = lo.NonFiniteGuard(max_consecutive=100)
+    model = Recorder(dict.fromkeys(range(12), "root"))  # finite losses, bad gradients
+    fit(model, guard, accumulate_grad_batches=window)
+    losses = model.losses
+    expected = [
+        sum(losses[i : i + window]) / len(losses[i : i + window]) for i in range(0, 12, window)
+    ]
+    assert [event["loss"] for event in guard.events] == pytest.approx(expected)
 
 
-class TestScaler:
-    """fp16 with a loss scaler, on a CPU."""
-
-    @staticmethod
-    def precision(init_scale: float = 2.0**16) -> MixedPrecision:
-        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
-        return MixedPrecision("16-mixed", "cpu", scaler)
-
-    @pytest.mark.parametrize("fused", [False, True])
-    def test_overflow_is_not_a_fault(self, fused: bool, device_path: bool) -> None:
-        settings = {"lr": 0.01, "fused": fused}
-        guard = lo.NonFiniteGuard()
-        plugins = self.precision(2.0**32)
-        model = fit(FaultyNet({}, torch.optim.AdamW, settings, batches=40), guard, plugins=plugins)
-        unguarded = fit(
-            FaultyNet({}, torch.optim.AdamW, settings, batches=40), plugins=self.precision(2.0**32)
-        )
-        assert not guard.events
-        assert guard.report().notes[0].split("overflows ")[1][0] != "0"
-        assert_same_weights(model, unguarded)
-        assert plugins.scaler is not None
-        assert plugins.scaler.get_scale() < 2.0**32
-
-    @pytest.mark.parametrize("fused", [False, True])
-    @pytest.mark.parametrize("kind", ["nan", "inf"])
-    def test_nonfinite_loss_is_a_fault(self, fused: bool, device_path: bool, kind: str) -> None:
-        guard = lo.NonFiniteGuard()
-        model = FaultyNet({3: kind}, torch.optim.AdamW, {"lr": 0.01, "fused": fused})
-        fit(model, guard, plugins=self.precision(64.0))
-        assert [(event["batch_idx"], event["kind"]) for event in guard.events] == [
-            (3, "nonfinite_loss")
-        ]
-        assert all_finite(model)
-
-    def test_overflow_at_a_scale_below_one_is_a_fault(self) -> None:
-        guard = lo.NonFiniteGuard()
-        fit(FaultyNet({3: "root"}), guard, plugins=self.precision(0.5))
-        assert [event["kind"] for event in guard.events] == ["nonfinite_gradient"]
-
-    @pytest.mark.parametrize("fused", [False, True])
-    def test_skipped_spike_does_not_change_the_loss_scale(
-        self, fused: bool, device_path: bool
-    ) -> None:
-        settings = {"lr": 1e-3, "fused": fused}
-        plugins, clean_plugins = self.precision(8.0), self.precision(8.0)
-        assert plugins.scaler is not None
-        assert clean_plugins.scaler is not None
-        guard = lo.NonFiniteGuard(spike=6.0)
-        guarded = Recorder({30: "spike"}, torch.optim.AdamW, settings, batches=40)
-        fit(guarded, guard, plugins=plugins)
-        clean = FaultyNet({}, torch.optim.AdamW, settings, batches=40, leave_out=[30])
-        fit(clean, plugins=clean_plugins)
-        (event,) = guard.events
-        assert (event["batch_idx"], event["loss"]) == (30, pytest.approx(guarded.losses[30]))
-        assert plugins.scaler.get_scale() == 8.0
-        assert_same_weights(guarded, clean)
+# --- fp16 with a loss scaler, on a CPU ----------------------------------------------------------
+def precision(init_scale: float = 2.0**16) -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    return MixedPrecision("16-mixed", "cpu", scaler)
 
 
-class TestSpikes:
-    def test_spike_is_skipped(self, device_path: bool) -> None:
-        guard = lo.NonFiniteGuard(spike=6.0)
-        settings = {"lr": 0.01, "fused": True}
-        guarded = FaultyNet({40: "spike"}, torch.optim.AdamW, settings, batches=60)
-        fit(guarded, guard)
-        clean = FaultyNet({}, torch.optim.AdamW, settings, batches=60, leave_out=[40])
-        assert_same_weights(guarded, fit(clean))
-        assert [(event["batch_idx"], event["kind"]) for event in guard.events] == [
-            (40, "loss_spike")
-        ]
-
-    @pytest.mark.parametrize("policy", ["skip", "rollback"])
-    def test_lasting_shift_is_accepted(self, policy: Any) -> None:
-        guard = lo.NonFiniteGuard(policy=policy, spike=6.0)
-        shifted = dict.fromkeys(range(40, 120), "spike")
-        settings = {"lr": 1e-9}  # the model stays as it is
-        fit(FaultyNet(shifted, settings=settings, batches=120), guard)
-        skipped = [event["batch_idx"] for event in guard.events]
-        assert skipped == list(range(40, 40 + len(skipped)))
-        assert 3 <= len(skipped) < 10
-        assert f"rollbacks {int(policy == 'rollback')}" in guard.report().notes[-1]
+@pytest.mark.parametrize("fused", [False, True])
+def test_overflow_is_not_a_fault(fused: bool, device_path: bool) -> None:
+    settings = {"lr": 0.01, "fused": fused}
+    guard = lo.NonFiniteGuard()
+    plugins = precision(2.0**32)
+    model = fit(FaultyNet({}, torch.optim.AdamW, settings, batches=40), guard, plugins=plugins)
+    unguarded = fit(
+        FaultyNet({}, torch.optim.AdamW, settings, batches=40), plugins=precision(2.0**32)
+    )
+    assert not guard.events
+    assert guard.report().notes[0].split("overflows ")[1][0] != "0"
+    assert_same_weights(model, unguarded)
+    assert plugins.scaler is not None
+    assert plugins.scaler.get_scale() < 2.0**32
 
 
-class TestBuffers:
-    def test_buffers_replaced_at_each_step_are_restored(self) -> None:
-        class Averaging(FaultyNet):
-            def __init__(self, *args: Any, **settings: Any) -> None:
-                super().__init__(*args, **settings)
-                self.register_buffer("average", torch.zeros(6))
-                self.register_buffer("absent", None)
-                self.register_buffer("mask", torch.ones(6, dtype=torch.bool))
-
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                loss = super().training_step(batch, batch_idx)
-                self.average = 0.9 * self.average + 0.1 * batch[1].mean(0) * loss.detach()
-                return loss
-
-        guarded = fit(Averaging({3: "nan", 4: "log"}), lo.NonFiniteGuard())
-        assert_same_weights(guarded, fit(Averaging({}, leave_out=[3, 4])))
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_nonfinite_loss_is_a_fault(fused: bool, device_path: bool, kind: str) -> None:
+    guard = lo.NonFiniteGuard()
+    model = FaultyNet({3: kind}, torch.optim.AdamW, {"lr": 0.01, "fused": fused})
+    fit(model, guard, plugins=precision(64.0))
+    assert [(event["batch_idx"], event["kind"]) for event in guard.events] == [
+        (3, "nonfinite_loss")
+    ]
+    assert all_finite(model)
 
 
-class TestManualOptimization:
-    def test_faults_in_a_row_are_counted_per_optimizer(self) -> None:
-        class Faulty(AdversarialNet):
-            def generator_loss(self, batch: Any) -> Tensor:
-                return super().generator_loss(batch) * float("nan")
-
-        guard = lo.NonFiniteGuard(max_consecutive=4)
-        with pytest.raises(FloatingPointError, match="Faults in a row: 4"):
-            fit(Faulty(), guard)
-        load_changed_state(guard)
+def test_overflow_at_a_scale_below_one_is_a_fault() -> None:
+    guard = lo.NonFiniteGuard()
+    fit(FaultyNet({3: "root"}), guard, plugins=precision(0.5))
+    assert [event["kind"] for event in guard.events] == ["nonfinite_gradient"]
 
 
-class TestRecords:
-    def test_events_name_step_batch_loss_and_parameters(self) -> None:
-        guard = lo.NonFiniteGuard()
-        fit(FaultyNet({2: "nan", 5: "root"}, batches=8), guard, max_epochs=2)
-        first, second, *_ = guard.events
-        assert (first["step"], first["epoch"], first["batch_idx"]) == (2, 0, 2)
-        assert math.isnan(first["loss"])
-        assert first["ranks"] == [0]
-        assert first["parameters_total"] == 6
-        assert (second["kind"], second["parameters"]) == ("nonfinite_gradient", ["head.bias"])
-        assert math.isfinite(second["loss"])
-        assert [event["step"] for event in guard.events] == [2, 5, 10, 13]
-
-    def test_values_are_logged_at_faults_and_on_schedule(self) -> None:
-        logger = MemoryLogger()
-        guard = lo.NonFiniteGuard(every_n_steps=5)
-        fit(FaultyNet({3: "nan", 4: "nan", 7: "nan"}), guard, logger=logger)
-        assert logger.series("guard/skipped") == [1, 2, 3, 3]
-        assert logger.series("guard/consecutive") == [1, 2, 1, 0]
-        assert set(logger.records[0][1]) == {
-            "guard/skipped",
-            "guard/consecutive",
-            "guard/overflows",
-            "guard/lr_scale",
-            "guard/rollbacks",
-        }
-
-    def test_number_of_events_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lightning_opt.gradients.guard.non_finite_guard.MAX_EVENTS", 3)
-        guard = lo.NonFiniteGuard(max_consecutive=100)
-        fit(FaultyNet(dict.fromkeys(range(2, 9), "nan")), guard)
-        assert [event["step"] for event in guard.events] == [6, 7, 8]
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_spike_does_not_change_the_loss_scale(fused: bool, device_path: bool) -> None:
+    settings = {"lr": 1e-3, "fused": fused}
+    plugins, clean_plugins = precision(8.0), precision(8.0)
+    assert plugins.scaler is not None
+    assert clean_plugins.scaler is not None
+    guard = lo.NonFiniteGuard(spike=6.0)
+    guarded = Recorder({30: "spike"}, torch.optim.AdamW, settings, batches=40)
+    fit(guarded, guard, plugins=plugins)
+    clean = FaultyNet({}, torch.optim.AdamW, settings, batches=40, leave_out=[30])
+    fit(clean, plugins=clean_plugins)
+    (event,) = guard.events
+    assert (event["batch_idx"], event["loss"]) == (30, pytest.approx(guarded.losses[30]))
+    assert plugins.scaler.get_scale() == 8.0
+    assert_same_weights(guarded, clean)
 
 
-class TestOrder:
-    @pytest.mark.parametrize("between", [[], [Callback()]])
-    def test_clipping_does_not_count_skipped_steps(self, between: list[Callback]) -> None:
-        clipping = lo.AdaptiveClipping(lo.FixedNorm(1e9))
-        fit(FaultyNet(BAD), lo.NonFiniteGuard(), *between, clipping)
-        assert clipping.report().rows[0]["steps"] == 12 - len(BAD)
-
-    def test_gradients_of_a_skipped_step_stay_readable(self, device_path: bool) -> None:
-        """Later callbacks and the module's hooks can read them until the batch ends."""
-        norms: list[float] = []
-
-        class Reads(FaultyNet):
-            def on_before_optimizer_step(self, optimizer: Any) -> None:
-                norms.append(float(self.head.weight.grad.norm()))
-
-            def on_train_batch_end(self, *arguments: Any) -> None:
-                norms.append(float(self.head.weight.grad.norm()))
-
-        spy = GradientSpy()
-        settings = {"lr": 0.01, "fused": device_path}
-        model = fit(Reads(BAD, torch.optim.AdamW, settings), lo.NonFiniteGuard(), spy)
-        assert len(spy.norms[0]) == 12
-        assert norms[::2] == pytest.approx(norms[1::2], nan_ok=True)
-        assert all_finite(model)
-
-    def test_guard_after_clipping_raises(self) -> None:
-        with pytest.raises(ValueError, match="before AdaptiveClipping"):
-            fit(FaultyNet(), lo.AdaptiveClipping(), lo.NonFiniteGuard())
-
-    def test_bad_steps_are_skipped_with_gradient_clip_val(self) -> None:
-        settings = {"gradient_clip_val": 0.1}
-        guarded = fit(FaultyNet(BAD), lo.NonFiniteGuard(), **settings)
-        assert_same_weights(guarded, fit(FaultyNet({}, leave_out=BAD), **settings))
+def test_spike_is_skipped(device_path: bool) -> None:
+    guard = lo.NonFiniteGuard(spike=6.0)
+    settings = {"lr": 0.01, "fused": True}
+    guarded = FaultyNet({40: "spike"}, torch.optim.AdamW, settings, batches=60)
+    fit(guarded, guard)
+    clean = FaultyNet({}, torch.optim.AdamW, settings, batches=60, leave_out=[40])
+    assert_same_weights(guarded, fit(clean))
+    assert [(event["batch_idx"], event["kind"]) for event in guard.events] == [(40, "loss_spike")]
 
 
-def test_invalid_argument_raises_with_its_name() -> None:
-    for arguments in (
-        {"policy": "ignore"}, {"max_consecutive": 2.5}, {"spike": math.nan}, {"lr_backoff": 1.5},
-        {"snapshot_every_n_steps": 0}, {"backoff_after": 0}, {"every_n_steps": 0},
-        {"policy": "rollback", "rollback_after": 10},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=list(arguments)[-1]):
-            lo.NonFiniteGuard(**arguments)  # type: ignore[arg-type]
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_lasting_shift_is_accepted(policy: Any) -> None:
+    guard = lo.NonFiniteGuard(policy=policy, spike=6.0)
+    shifted = dict.fromkeys(range(40, 120), "spike")
+    settings = {"lr": 1e-9}  # the model stays as it is
+    fit(FaultyNet(shifted, settings=settings, batches=120), guard)
+    skipped = [event["batch_idx"] for event in guard.events]
+    assert skipped == list(range(40, 40 + len(skipped)))
+    assert 3 <= len(skipped) < 10
+    assert f"rollbacks {int(policy == 'rollback')}" in guard.report().notes[-1]
+
+
+def test_buffers_replaced_at_each_step_are_restored() -> None:
+    class Averaging(FaultyNet):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.register_buffer("average", torch.zeros(6))
+            self.register_buffer("absent", None)
+            self.register_buffer("mask", torch.ones(6, dtype=torch.bool))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.average = 0.9 * self.average + 0.1 * batch[1].mean(0) * loss.detach()
+            return loss
+
+    guarded = fit(Averaging({3: "nan", 4: "log"}), lo.NonFiniteGuard())
+    assert_same_weights(guarded, fit(Averaging({}, leave_out=[3, 4])))
+
+
+def test_faults_in_a_row_are_counted_per_optimizer() -> None:
+    class Faulty(AdversarialNet):
+        def generator_loss(self, batch: Any) -> Tensor:
+            return super().generator_loss(batch) * float("nan")
+
+    guard = lo.NonFiniteGuard(max_consecutive=4)
+    with pytest.raises(FloatingPointError, match="Faults in a row: 4"):
+        fit(Faulty(), guard)
+    load_changed_state(guard)
+
+
+def test_events_name_step_batch_loss_and_parameters() -> None:
+    guard = lo.NonFiniteGuard()
+    fit(FaultyNet({2: "nan", 5: "root"}, batches=8), guard, max_epochs=2)
+    first, second, *_ = guard.events
+    assert (first["step"], first["epoch"], first["batch_idx"]) == (2, 0, 2)
+    assert math.isnan(first["loss"])
+    assert first["ranks"] == [0]
+    assert first["parameters_total"] == 6
+    assert (second["kind"], second["parameters"]) == ("nonfinite_gradient", ["head.bias"])
+    assert math.isfinite(second["loss"])
+    assert [event["step"] for event in guard.events] == [2, 5, 10, 13]
+
+
+def test_values_are_logged_at_faults_and_on_schedule() -> None:
+    logger = MemoryLogger()
+    guard = lo.NonFiniteGuard(every_n_steps=5)
+    fit(FaultyNet({3: "nan", 4: "nan", 7: "nan"}), guard, logger=logger)
+    assert logger.series("guard/skipped") == [1, 2, 3, 3]
+    assert logger.series("guard/consecutive") == [1, 2, 1, 0]
+    assert set(logger.records[0][1]) == {
+        "guard/skipped",
+        "guard/consecutive",
+        "guard/overflows",
+        "guard/lr_scale",
+        "guard/rollbacks",
+    }
+
+
+def test_number_of_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_opt.gradients.guard.non_finite_guard.MAX_EVENTS", 3)
+    guard = lo.NonFiniteGuard(max_consecutive=100)
+    fit(FaultyNet(dict.fromkeys(range(2, 9), "nan")), guard)
+    assert [event["step"] for event in guard.events] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("between", [[], [Callback()]])
+def test_clipping_does_not_count_skipped_steps(between: list[Callback]) -> None:
+    clipping = lo.AdaptiveClipping(lo.FixedNorm(1e9))
+    fit(FaultyNet(BAD), lo.NonFiniteGuard(), *between, clipping)
+    assert clipping.report().rows[0]["steps"] == 12 - len(BAD)
+
+
+def test_gradients_of_a_skipped_step_stay_readable(device_path: bool) -> None:
+    """Later callbacks and the module's hooks can read them until the batch ends."""
+    norms: list[float] = []
+
+    class Reads(FaultyNet):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(float(self.head.weight.grad.norm()))
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            norms.append(float(self.head.weight.grad.norm()))
+
+    spy = GradientSpy()
+    settings = {"lr": 0.01, "fused": device_path}
+    model = fit(Reads(BAD, torch.optim.AdamW, settings), lo.NonFiniteGuard(), spy)
+    assert len(spy.norms[0]) == 12
+    assert norms[::2] == pytest.approx(norms[1::2], nan_ok=True)
+    assert all_finite(model)
+
+
+def test_guard_after_clipping_raises() -> None:
+    with pytest.raises(ValueError, match="before AdaptiveClipping"):
+        fit(FaultyNet(), lo.AdaptiveClipping(), lo.NonFiniteGuard())
+
+
+def test_bad_steps_are_skipped_with_gradient_clip_val() -> None:
+    settings = {"gradient_clip_val": 0.1}
+    guarded = fit(FaultyNet(BAD), lo.NonFiniteGuard(), **settings)
+    assert_same_weights(guarded, fit(FaultyNet({}, leave_out=BAD), **settings))
 
 
 @pytest.mark.parametrize("fused", [False, True])

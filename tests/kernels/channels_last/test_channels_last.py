@@ -173,11 +173,6 @@ def test_sharded_models_raise_or_stay_unchanged(strategy):
     assert model.net[0].weight.is_contiguous()
 
 
-def test_invalid_policy_raises():
-    with pytest.raises(ValueError, match="policy must be one of"):
-        lo.ChannelsLast("on")
-
-
 # --- checkpoints --------------------------------------------------------------------------------
 
 

@@ -162,16 +162,6 @@ def test_modes_depend_on_the_device() -> None:
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def test_invalid_arguments_raise_in_init() -> None:
-    for arguments, message in (
-        ({"mode": "fast"}, "mode must be one of"),
-        ({"scope": "blocks"}, "scope must be"),
-        ({"mode": "max-autotune", "backend": "eager"}, "inductor"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            CompileModel(**arguments)  # type: ignore[arg-type]
-
-
 def error_of(*callbacks: Any, model: Any = None) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers compare the message
         quiet_trainer(callbacks=list(callbacks)).fit(Net() if model is None else model)

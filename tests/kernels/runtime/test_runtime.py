@@ -135,20 +135,6 @@ def test_cudnn_benchmark_is_off_with_deterministic_algorithms(monkeypatch):
         settings.set_cudnn_benchmark(True, CUDA)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"matmul_precision": "low"},
-        {"cudnn_benchmark": "auto"},
-        {"allocator": "jemalloc"},
-        {"threads": 0},
-    ],
-)
-def test_invalid_arguments_raise_in_init(asked):
-    with pytest.raises(ValueError, match=next(iter(asked))):
-        lo.Runtime(**asked)
-
-
 @pytest.mark.gpu
 def test_settings_are_applied_on_gpu():
     class Segments(Callback):

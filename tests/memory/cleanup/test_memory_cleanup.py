@@ -22,7 +22,7 @@ from lightning_opt.core.measure.memory import (
 )
 from lightning_opt.memory.cleanup import memory_cleanup as cleanup_module
 from lightning_opt.memory.cleanup.memory_cleanup import Pressure
-from tests.helpers.models import SmallNet, assert_same_weights, loader_of
+from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -159,13 +159,11 @@ def test_large_working_set_is_cleaned_three_times_and_advised_once(limit, caplog
     assert 'lightning_opt.ActivationCheckpointing("auto")' in advice
 
 
-def test_training_result_is_unchanged():
-    plain, cleaned = SmallNet("Adam"), SmallNet("Adam")
-    quiet_trainer().fit(plain)
-    cleanup = lo.MemoryCleanup(threshold=0.001, release=0.0, every_n_steps=1)
-    quiet_trainer(callbacks=[cleanup]).fit(cleaned)
-    assert cleanup.events
-    assert_same_weights(cleaned, plain)
+def test_second_run_starts_anew():
+    cleanup = lo.MemoryCleanup()
+    for _ in range(2):
+        quiet_trainer(callbacks=[cleanup]).fit(SmallNet())
+        assert " in 12 steps " in str(cleanup.report())
 
 
 def test_limits_are_read_only_on_schedule(monkeypatch):
@@ -175,15 +173,6 @@ def test_limits_are_read_only_on_schedule(monkeypatch):
     )
     logger = train(lo.MemoryCleanup(every_n_steps=10), batches=60, limit_val_batches=0)
     assert len(reads) == len(logger.records) == 6
-
-
-@pytest.mark.parametrize("settings", [
-    {"threshold": 1.0}, {"threshold": 0.5}, {"release": -0.1}, {"threshold": float("nan")},
-    {"actions": []}, {"actions": ["reboot"]}, {"actions": "gc"},
-])  # fmt: skip
-def test_invalid_argument_raises_with_its_name(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        lo.MemoryCleanup(**settings)
 
 
 # --- several ranks ------------------------------------------------------------------------------

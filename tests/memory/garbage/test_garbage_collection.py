@@ -135,8 +135,3 @@ def collect_on_two_ranks() -> list[tuple[int, int]]:
 @pytest.mark.distributed
 def test_all_ranks_collect_at_the_same_step():
     assert launch(collect_on_two_ranks) == [[(5, 2), (10, 2)]] * 2
-
-
-def test_invalid_argument_raises_with_its_name():
-    with pytest.raises(ValueError, match="every_n_steps"):
-        lo.GarbageCollection(every_n_steps=0)

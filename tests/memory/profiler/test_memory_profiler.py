@@ -341,11 +341,6 @@ def test_out_of_memory_report_is_written_at_a_real_limit(tmp_path):
     assert "layer.0.weight" in names
 
 
-def test_invalid_argument_raises_with_its_name():
-    with pytest.raises(ValueError, match="every_n_steps"):
-        lo.MemoryProfiler(every_n_steps=0)
-
-
 # --- a GPU --------------------------------------------------------------------------------------
 
 

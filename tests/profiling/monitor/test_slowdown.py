@@ -35,9 +35,7 @@ def first_alarm(rates):
 @pytest.mark.parametrize(
     ("kind", "sigma"),
     [
-        ("white", 0.03),
         ("white", 0.2),
-        ("wandering", 0.03),
         ("wandering", 0.05),
         ("spikes", 0.03),
         ("periodic", 0.03),

@@ -466,19 +466,6 @@ def test_table_is_printed_and_means_are_logged(capsys):
 # --- construction -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"log_every_n_steps": -1}, "log_every_n_steps must be a whole number of at least 0"),
-        ({"tokens": 0}, "tokens must be a whole number of at least 1"),
-        ({"peak_flops": 0.0}, "peak_flops must be a finite number above 0"),
-    ],
-)
-def test_invalid_arguments_raise(settings, message):
-    with pytest.raises(ValueError, match=message):
-        lo.StepProfiler(**settings)
-
-
 def test_profiler_can_be_pickled_before_and_after_a_run():
     profiler = quiet_profiler()
     for _ in range(2):
