@@ -163,7 +163,7 @@ def test_second_run_starts_anew():
     cleanup = lo.MemoryCleanup()
     for _ in range(2):
         quiet_trainer(callbacks=[cleanup]).fit(SmallNet())
-        assert " in 12 steps " in str(cleanup.report())
+        assert " in 14 steps " in str(cleanup.report())  # two of validation
 
 
 def test_limits_are_read_only_on_schedule(monkeypatch):
