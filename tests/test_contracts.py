@@ -79,10 +79,11 @@ SETTINGS: dict[str, list[Settings]] = {
 }
 """Settings tested besides the defaults, chosen to take effect within a few steps."""
 
-WRONG: dict[str, list[Settings]] = {
-    "ChannelsLast": [{"policy": "on"}],
+WRONG: dict[str, list[Any]] = {
+    "ChannelsLast": [({"policy": "on"}, "policy must be one of")],
     "CompileModel": [
-        {"mode": "fast"}, {"scope": "blocks"}, {"mode": "max-autotune", "backend": "eager"},
+        ({"mode": "fast"}, "mode must be one of"), ({"scope": "blocks"}, "scope must be"),
+        ({"mode": "max-autotune", "backend": "eager"}, "inductor"),
     ],
     "CurvatureMonitor": [
         {"n_samples": 1}, {"fraction": 1.5}, {"tolerance": 0}, {"max_iterations": 0},
@@ -95,7 +96,7 @@ WRONG: dict[str, list[Settings]] = {
     "DataPipelineTuner": [{"max_workers": -1}, {"budget_seconds": 0}],
     "DynamicBatchSize": [
         {"target": 1.5}, {"scale_lr": "cubic"}, {"find": "best"},
-        {"scale_lr": "sqrt", "keep_effective": 8},
+        ({"scale_lr": "sqrt", "keep_effective": 8}, "Pass only one of them"),
     ],
     "GarbageCollection": [{"every_n_steps": 0}],
     "GradientHealth": [{"every_n_steps": 2.5}, {"exploding": math.nan}, {"vanishing": -1e-7}],
@@ -106,8 +107,9 @@ WRONG: dict[str, list[Settings]] = {
     ],
     "MemoryProfiler": [{"every_n_steps": 0}],
     "MicroBatching": [
-        {"size": 0}, {"size": "half"}, {"regrow_every": 0}, {"loss": "mean"},
-        {"loss": "mean_over_tokens"}, {"count": len},
+        {"size": 0}, {"size": "half"}, {"regrow_every": 0},
+        ({"loss": "mean"}, "loss must be one of"), ({"loss": "mean_over_tokens"}, "needs count"),
+        ({"count": len}, "mean_over_tokens"),
     ],
     "NonFiniteGuard": [
         {"policy": "ignore"}, {"max_consecutive": 2.5}, {"spike": math.nan}, {"lr_backoff": 1.5},
@@ -121,10 +123,14 @@ WRONG: dict[str, list[Settings]] = {
         {"matmul_precision": "low"}, {"cudnn_benchmark": "auto"}, {"allocator": "jemalloc"},
         {"threads": 0},
     ],
-    "StepProfiler": [{"log_every_n_steps": -1}, {"tokens": 0}, {"peak_flops": 0.0}],
+    "StepProfiler": [
+        ({"log_every_n_steps": -1}, "log_every_n_steps must be a whole number of at least 0"),
+        ({"tokens": 0}, "tokens must be a whole number of at least 1"),
+        ({"peak_flops": 0.0}, "peak_flops must be a finite number above 0"),
+    ],
     "DynamicLossScale": [{"growth_interval": 0}, {"patience": 0}],
 }  # fmt: skip
-"""Wrong arguments. The error names the last of each."""
+"""Wrong arguments, with words of the error; by default the name of the last argument."""
 
 INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
     # Inductor takes seconds per run, changes results by rounding and leaves threads running.
@@ -280,8 +286,9 @@ def test_lightning_cli_round_trip_keeps_settings(number, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_argument_raises_an_error_that_names_it(name):
-    for settings in WRONG[name]:
-        with pytest.raises(ValueError, match=list(settings)[-1]):
+    for case in WRONG[name]:
+        settings, words = case if isinstance(case, tuple) else (case, list(case)[-1])
+        with pytest.raises(ValueError, match=words):
             getattr(lo, name)(**settings)
 
 

@@ -274,6 +274,8 @@ def _measure_in_two_processes(folder):
     return printed.getvalue()
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_only_the_first_process_prints(tmp_path):
     first, second = launch(_measure_in_two_processes, tmp_path)
     assert "report.html" in first

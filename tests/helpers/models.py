@@ -114,6 +114,13 @@ class SmallNet(BoringModel):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+class WholeBatchNet(SmallNet):
+    """A SmallNet whose processes do not split their batches."""
+
+    def step(self, batch: Any) -> Tensor:
+        return self.loss(self(batch[0]), batch[1])
+
+
 class AdversarialNet(LightningModule):
     """A GAN with manual optimization of two optimizers.
 

@@ -20,6 +20,7 @@ from lightning_opt.worker.recipes import instantiate
 from tests.helpers.models import (
     AdversarialNet,
     SmallNet,
+    WholeBatchNet,
     assert_same_weights,
     batches_of,
 )
@@ -96,11 +97,8 @@ def test_each_preset_extends_the_one_before():
         assert order == ["GradientHealth", "NonFiniteGuard", "AdaptiveClipping"]
 
 
-class Ranked(SmallNet):
+class Ranked(WholeBatchNet):
     """Each rank loads its own rows, so that a batch can be split."""
-
-    def step(self, batch: Any) -> torch.Tensor:
-        return self.loss(self(batch[0]), batch[1])
 
     def train_dataloader(self) -> Any:
         rank, ranks = self.global_rank, self.trainer.world_size

@@ -49,6 +49,8 @@ def test_budget_starts_after_the_baseline_and_allows_one_trial(short_blocks: Non
     assert [trial.name for trial in result.trials] == ["baseline", "less sleep"]
     # So short a trial may find no gain on a busy machine.
     assert result.trials[1].verdict in ("accepted", "no gain")
+    assert result.trials[1].ratio is not None
+    assert result.trials[1].ratio < 1
 
 
 @pytest.mark.parametrize("budget", [10.0, 600.0, 7200.0])

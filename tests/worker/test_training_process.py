@@ -256,19 +256,20 @@ TWO_RANKS = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 
 
 class OnRank1(Callback):
-    """Fails or hangs on rank 1, while rank 0 waits."""
+    """Fails or hangs on rank 1, while rank 0 waits for ever, or for rank 1 in the step."""
 
-    def __init__(self, fails: bool) -> None:
-        self.fails = fails
+    def __init__(self, fails: bool, waits: bool) -> None:
+        self.fails, self.waits = fails, waits
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step != 5:
             return
         if trainer.global_rank == 0:
-            time.sleep(3600)
-        if self.fails:
+            time.sleep(3600 * self.waits)
+        elif self.fails:
             raise ArithmeticError("planted on rank 1")
-        self.hang()
+        else:
+            self.hang()
 
     def hang(self) -> None:
         time.sleep(3600)
@@ -276,8 +277,10 @@ class OnRank1(Callback):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_step_together_and_the_first_failure_is_reported():
-    settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=True)]}
+@pytest.mark.parametrize("waits", [False, True])
+def test_two_ranks_step_together_and_the_first_failure_is_reported(waits):
+    """Without waiting rank 0 also fails, because its connection is closed."""
+    settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=True, waits=waits)]}
     with TrainingProcess(Net, rows, lambda: settings, timeout=3600) as fit:
         steps = [*fit.advance(3), *fit.advance(2)]
         assert {step.samples for step in steps} == {8}
@@ -321,8 +324,10 @@ def test_failure_has_a_kind_and_a_sentence(what, kind, message):
         assert fit.closed
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_timeout_reports_the_stacks_of_all_ranks():
-    settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=False)]}
+    settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=False, waits=True)]}
     with TrainingProcess(Net, rows, lambda: settings) as fit:
         pid = fit.summary["pid"]
         fit.advance(5)

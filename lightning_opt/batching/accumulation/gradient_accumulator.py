@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_opt.batching.accumulation.counting import sum_over_ranks
-from lightning_opt.core.modules.sharding import local_part, summed_part
+from lightning_opt.core.modules.sharding import local_part, pending_groups, summed_part
 from lightning_opt.core.numerics.norms import HALVES
 
 
@@ -78,9 +78,9 @@ class GradientAccumulator:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.dtype not in HALVES:
-                continue
             # Complete a pending sum over ranks: `average` creates gradients without pending sums.
+            if gradient.dtype not in HALVES and not pending_groups(gradient):
+                continue
             local = summed_part(gradient)
             if name in self._sums:
                 self._sums[name] += local

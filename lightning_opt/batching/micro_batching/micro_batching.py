@@ -213,7 +213,7 @@ class MicroBatching(RunCallback):
         """Restore Lightning's closure and drop the references to the run."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = None
+        self._stack = self._sizes.unlogged = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the learned sizes and the events as plain types."""

@@ -131,7 +131,8 @@ class LeakDetector(RunCallback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take a sample; validation has its own series."""
-        if trainer.state.fn == "fit" and self._steps > self.warmup_steps:
+        is_of_training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_of_training and self._steps > self.warmup_steps:
             self._sample_and_search(trainer, "validation")
 
     def _sample_and_search(self, trainer: pl.Trainer, phase: Phase) -> None:

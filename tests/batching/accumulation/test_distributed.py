@@ -10,6 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
@@ -101,6 +103,28 @@ def test_gradient_equals_the_window_over_all_ranks_in_float64(strategy):
         if strategy == "ddp":
             assert reductions == len(steps)  # once per window, by no_sync
         assert len(steps) == 3 * (4 if batches == 1 else 2)
+
+
+def resume_a_pending_sum() -> Tensor:
+    """Each rank has a summand of the gradient; the accumulator is replaced after each batch."""
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
+    mesh, module = init_device_mesh("cpu", (2,)), nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    accumulator = lo.GradientAccumulator(module)
+    for number in (1.0, 2.0):
+        local = module.weight.to_local(grad_placements=[Partial()])
+        accumulator.backward((local * number * (1 + dist.get_rank())).sum())
+        state = accumulator.state_dict()
+        module.zero_grad()
+        accumulator = lo.GradientAccumulator(module)
+        accumulator.load_state_dict(state)
+    accumulator.average()
+    return module.weight.grad.full_tensor()
+
+
+def test_accumulator_resumes_a_sum_that_was_pending():
+    for gradient in launch(resume_a_pending_sum):
+        assert gradient.tolist() == [4.5] * 3  # (1 + 2) * (1 + 2) over two batches
 
 
 def average_under_ddp(dtype: torch.dtype) -> list[list[Tensor]]:

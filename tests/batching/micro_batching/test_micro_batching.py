@@ -167,11 +167,13 @@ def test_batch_may_be_skipped_within_a_window(size):
     assert_same_weights(run[0].layers, train(net=Sometimes(), **settings)[0].layers, **CLOSE)
 
 
-def test_split_check_has_no_side_effects(monkeypatch):
+@pytest.mark.parametrize("random", [False, True])
+def test_split_check_has_no_side_effects(monkeypatch, random):
     class Drops(Net):
         def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
-            output["loss"] = output["loss"] * torch.rand(())
+            if random:
+                output["loss"] = output["loss"] * torch.rand(())
             return output
 
     checked = train(lo.MicroBatching(4), net=Drops(dropout=0.5))

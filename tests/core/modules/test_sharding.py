@@ -19,7 +19,7 @@ from lightning_opt.core.modules.sharding import combine_shards, reduce_over
 from lightning_opt.data.pipeline import data_monitor
 from lightning_opt.profiling.run_report import run_report
 from tests.helpers.fake_cuda import fake_cuda
-from tests.helpers.models import SmallNet, loader_of
+from tests.helpers.models import WholeBatchNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -50,12 +50,9 @@ def test_values_are_reduced_on_a_device_of_the_groups_backend(monkeypatch, backe
     assert reduced == ["cuda" if backends == "cuda:nccl" else where] * 4
 
 
-class AnyStrategyNet(SmallNet):
+class AnyStrategyNet(WholeBatchNet):
     def configure_model(self) -> None:
         pass
-
-    def step(self, batch: Any) -> Tensor:
-        return self.loss(self(batch[0]), batch[1])
 
 
 def _samples(strategy: Any, folder: Path) -> list[Any]:

@@ -13,6 +13,7 @@ import lightning_opt as lo
 from lightning_opt.data.pipeline import data_monitor as monitor_module
 from lightning_opt.data.pipeline.device_prefetcher import is_transparent
 from tests.data.runs import Recorded, Rows
+from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
@@ -101,9 +102,15 @@ def test_transparent_batches():
 
 
 def test_prefetcher_does_nothing_on_cpu_and_logs_that(caplog):
+    def fit(*callbacks):
+        torch.manual_seed(0)
+        model = Recorded()
+        quiet_trainer(callbacks=list(callbacks)).fit(model, DataLoader(Rows(), batch_size=4))
+        return model
+
     prefetcher = lo.DevicePrefetcher()
     with caplog.at_level(logging.INFO):
-        quiet_trainer(callbacks=[prefetcher]).fit(Recorded(), DataLoader(Rows(), batch_size=4))
+        assert_same_weights(fit(prefetcher), fit())
     assert prefetcher.copies == 0
     assert any("does nothing on cpu" in record.getMessage() for record in caplog.records)
 

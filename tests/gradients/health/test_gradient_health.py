@@ -132,27 +132,33 @@ def test_compiled_model_gets_no_hooks():
     assert [layer.name for layer in health.layers] == ["net.0", "net.2", "net.4"]
 
 
-class DuringTraining(Callback):
-    """Keeps the reads from the first batch to the end of the last."""
-
-    def __init__(self, syncs: SyncCounter) -> None:
-        self.syncs = syncs
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 0:
-            self.syncs.clear()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.counted = self.syncs.where.copy()
-
-
 def test_device_is_read_once_per_report(monkeypatch):
     take_device_path(monkeypatch)
+
+    class Window(Callback):
+        def __init__(self, syncs: SyncCounter, start: bool) -> None:
+            self.syncs, self.start, self.counts = syncs, start, []
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.mark()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.mark()
+
+        def mark(self) -> None:
+            self.syncs.clear() if self.start else self.counts.append(self.syncs.where.copy())
+
     with SyncCounter() as syncs:
-        fit(lo.GradientHealth(every_n_steps=3), steps := DuringTraining(syncs))
-    ours = {place: n for place, n in steps.counted.items() if "lightning_opt" in place}
-    assert sum(ours.values()) == 4  # reports of 12 steps
-    assert all("health/measures" in place for place in ours)
+        after = Window(syncs, False)
+        health = lo.GradientHealth(every_n_steps=3)
+        fit(Window(syncs, True), health, after)  # type: ignore[arg-type]
+    ours = [
+        sum(n for place, n in count.items() if "lightning_opt" in place) for count in after.counts
+    ]
+    before_update, at_batch_end = ours[::2], ours[1::2]
+    assert sum(before_update) == 0
+    assert at_batch_end == [0, 0, 1] * 4
+    assert all("health/measures" in p for c in after.counts for p in c if "lightning_opt" in p)
 
 
 def test_issue_and_history_survive_a_resume(tmp_path):

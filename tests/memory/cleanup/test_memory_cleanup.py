@@ -22,7 +22,7 @@ from lightning_opt.core.measure.memory import (
 )
 from lightning_opt.memory.cleanup import memory_cleanup as cleanup_module
 from lightning_opt.memory.cleanup.memory_cleanup import Pressure
-from tests.helpers.models import SmallNet, loader_of
+from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -157,6 +157,15 @@ def test_large_working_set_is_cleaned_three_times_and_advised_once(limit, caplog
     (advice,) = caplog.messages
     assert "the run needs this memory" in advice
     assert 'lightning_opt.ActivationCheckpointing("auto")' in advice
+
+
+def test_training_result_is_unchanged():
+    plain, cleaned = SmallNet("Adam"), SmallNet("Adam")
+    quiet_trainer().fit(plain)
+    cleanup = lo.MemoryCleanup(threshold=0.001, release=0.0, every_n_steps=1)
+    quiet_trainer(callbacks=[cleanup]).fit(cleaned)
+    assert cleanup.events
+    assert_same_weights(cleaned, plain)
 
 
 def test_second_run_starts_anew():

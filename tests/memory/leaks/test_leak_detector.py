@@ -11,12 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 import lightning_opt as lo
 from lightning_opt.core.measure.memory import MemoryLimits, Usage, malloc_info
 from lightning_opt.memory.leaks import leak_detector
 from lightning_opt.memory.leaks.suspects import MemoryTrend, Suspect, Walk, mean_size, read_counters
+from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, logged_warnings, quiet_trainer
 from tests.memory.leaks import leaky
@@ -159,6 +161,23 @@ def test_leak_warns_once_and_is_logged():
     assert logger.series("leaks/suspects")[-1] == 1
     # The graph of a step: activations of 4 rows in 32 + 32 + 1 units, and autograd's nodes.
     assert 2 < logger.series("leaks/kb_per_step")[-1] < 40
+
+
+def test_only_steps_and_validations_of_the_training_are_sampled(monkeypatch):
+    sampled: list[Any] = []
+    monkeypatch.setattr(
+        leak_detector, "read_counters", lambda _: sampled.append(1) or {"heap": 1e9}
+    )
+    detector, model = lo.LeakDetector(warmup_steps=0), SmallNet()
+    before = LambdaCallback(on_train_start=lambda *_: counts.append(len(sampled)))
+    counts: list[int] = []
+    for _ in range(2):  # the second run has a sanity check when the steps of the first are known
+        trainer = quiet_trainer(callbacks=[detector, before], num_sanity_val_steps=1, max_epochs=1)
+        trainer.fit(model)
+        counts.append(len(sampled))
+        trainer.validate(model, verbose=False)
+    first = counts[1]
+    assert counts == [0, first, first, 2 * first]
 
 
 def test_nothing_is_counted_without_growth(monkeypatch):

@@ -35,7 +35,9 @@ def first_alarm(rates):
 @pytest.mark.parametrize(
     ("kind", "sigma"),
     [
+        ("white", 0.03),
         ("white", 0.2),
+        ("wandering", 0.03),
         ("wandering", 0.05),
         ("spikes", 0.03),
         ("periodic", 0.03),

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as lightnings
 
 import lightning_opt as lo
-from tests.helpers.models import SmallNet, loader_of
+from tests.helpers.models import WholeBatchNet, loader_of
 from tests.helpers.processes import launch
 from tests.strategies.runs import fit, same_on_all_ranks
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 STEPS, WINDOW = 16, 4
 
 
-class Net(SmallNet):
+class Net(WholeBatchNet):
     """Each rank has its own batches."""
 
     def __init__(self, **settings: Any) -> None:
@@ -27,9 +27,6 @@ class Net(SmallNet):
 
     def train_dataloader(self) -> Any:
         return loader_of(STEPS, 4, seed=self.global_rank)
-
-    def step(self, batch: Any) -> Any:
-        return self.loss(self(batch[0]), batch[1])
 
 
 class Collectives(Callback):

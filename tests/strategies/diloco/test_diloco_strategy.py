@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from tests.helpers.models import SmallNet, assert_same_weights, batches_of, loader_of
+from tests.helpers.models import SmallNet, WholeBatchNet, assert_same_weights, batches_of, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
 from tests.strategies.diloco.reference import assert_equals_simulation
@@ -333,11 +333,8 @@ def _two_machines() -> None:
         )
 
 
-class SameDataNet(Net):
+class SameDataNet(WholeBatchNet, Net):
     """All ranks have the same batches, so they train and are measured like one process."""
-
-    def step(self, batch: Any) -> Tensor:
-        return self.loss(self(batch[0]), batch[1])
 
 
 def _train_on_same_data(**settings: Any) -> tuple[Any, ...]:

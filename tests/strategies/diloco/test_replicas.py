@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from lightning_opt.strategies.diloco.exchange import average_states
-from tests.helpers.models import SmallNet, loader_of
+from tests.helpers.models import WholeBatchNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import logged_warnings
 from tests.strategies.diloco.reference import assert_equals_simulation
@@ -28,7 +28,7 @@ WINDOW = {"steps": STEPS, "sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0}
 """The settings of ``DiLoCoStrategy(4, **PLAIN)`` for the simulation."""
 
 
-class Net(SmallNet):
+class Net(WholeBatchNet):
     """Each rank has its own batches; some batches of rank 1 give a NaN.
 
     Args:
@@ -43,9 +43,6 @@ class Net(SmallNet):
 
     def train_dataloader(self) -> Any:
         return loader_of(STEPS - self.fewer * self.global_rank, 4, seed=self.global_rank)
-
-    def step(self, batch: Any) -> Tensor:
-        return self.loss(self(batch[0]), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.step(batch)
