@@ -25,8 +25,11 @@ import torch.distributed as dist
 
 from tests.helpers.fork_server import PRELOAD
 
-GRACE = 5.0
+GRACE = 60.0
 """Seconds for the other processes to report their error after the first failure."""
+
+STACKS = signal.SIGUSR2
+"""Makes a process write the stacks of its threads to its log."""
 
 
 def launch(
@@ -60,7 +63,7 @@ def launch(
         children = [
             context.Process(
                 target=_run,
-                args=(function, args, rank, Path(folder), environment, timeout, warnings.filters),
+                args=(function, args, rank, Path(folder), environment, warnings.filters),
                 daemon=True,
             )
             for rank in range(processes)
@@ -68,9 +71,9 @@ def launch(
         try:
             for child in children:
                 child.start()
-            _wait(children, timeout)
+            seconds = _wait(children, timeout)
             failed = [rank for rank, child in enumerate(children) if child.exitcode != 0]
-            assert not failed, _describe(children, Path(folder), timeout)
+            assert not failed, _describe(children, Path(folder), seconds)
             results = [_result(Path(folder), rank) for rank in range(processes)]
             return [torch.load(file, weights_only=False) for file in results]
         finally:
@@ -78,14 +81,16 @@ def launch(
                 _end(child)
 
 
-def _wait(children: Sequence[Any], timeout: float) -> None:
-    """Wait until all have ended, or until ``GRACE`` after the first failure."""
-    deadline = time.monotonic() + timeout
+def _wait(children: Sequence[Any], timeout: float) -> float:
+    """Wait until all have ended, or until ``GRACE`` after the first failure; return the seconds."""
+    began = time.monotonic()
+    deadline = began + timeout
     running = {child.sentinel: child for child in children}
     while running and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait(list(running), timeout=left):
             if running.pop(sentinel).exitcode != 0:
                 deadline = min(deadline, time.monotonic() + GRACE)
+    return time.monotonic() - began
 
 
 def _end(child: Any) -> None:
@@ -99,11 +104,15 @@ def _end(child: Any) -> None:
     child.close()
 
 
-def _describe(children: Sequence[Any], folder: Path, timeout: float) -> str:
+def _describe(children: Sequence[Any], folder: Path, seconds: float) -> str:
     parts = []
     for rank, child in enumerate(children):
         code = child.exitcode
-        state = f"did not end within {timeout:g} s" if code is None else f"ended with {code}"
+        state = f"ended with {code}"
+        if code is None:
+            state = f"had not ended after {seconds:.0f} s"
+            os.kill(child.pid, STACKS)
+            time.sleep(1.0)
         log = _log(folder, rank)
         output = log.read_text(errors="replace")[-6000:] if log.exists() else ""
         parts.append(f"rank {rank} {state}:\n{output}")
@@ -124,7 +133,6 @@ def _run(
     rank: int,
     folder: Path,
     environment: dict[str, str],
-    timeout: float,
     filters: list[Any],
 ) -> None:
     os.setsid()
@@ -132,7 +140,7 @@ def _run(
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(file=log)
-    faulthandler.dump_traceback_later(0.9 * timeout, exit=False, file=log)  # the stack of a hang
+    faulthandler.register(STACKS, file=log)
     os.environ.update(environment, LOCAL_RANK=str(rank), RANK=str(rank))
     torch.set_num_threads(1)
     warnings.filters[:] = filters  # type: ignore[index]  # of pytest

@@ -4,6 +4,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -122,6 +123,10 @@ def fit(
         warnings.filterwarnings("ignore", "lr_scheduler.step")
         trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer
+
+
+# In an all-to-all, gloo may miss that a process has died until the wait times out.
+SHORT_WAIT = timedelta(seconds=30)
 
 
 def dist_world() -> int:

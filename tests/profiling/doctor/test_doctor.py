@@ -271,14 +271,18 @@ def test_user_callbacks_give_verdicts_and_failures_become_notes():
 
 def test_verdict_that_needs_attention_or_gains_most_is_used():
     class One(Callback):
-        def __init__(self, state, gain=0.0):
-            self.state, self.gain = state, gain
+        def __init__(self, state, gain=0.0, topic="data"):
+            self.state, self.gain, self.topic = state, gain, topic
 
         def diagnose(self):
-            return [Verdict("data", self.state, self.state, gain=self.gain)]
+            return [Verdict(self.topic, self.state, self.state, gain=self.gain)]
 
     gains = [One("look", gain) for gain in (0.1, 0.3, 0.2)]
-    assert lo.doctor(quiet_trainer(callbacks=gains))["data"].gain == 0.3
+    diagnosis = lo.doctor(quiet_trainer(callbacks=[*gains, One("look", 0.9, "baseline")]))
+    assert diagnosis["data"].gain == 0.3
+    gains = [verdict.gain for verdict in diagnosis.verdicts if verdict.state == "look"]
+    assert gains[0] == 0.9
+    assert gains == sorted(gains, reverse=True)
     for states in (["ok", "look", "unknown"], ["unknown", "ok"], ["unknown"]):
         diagnosis = lo.doctor(quiet_trainer(callbacks=[One(state) for state in states]))
         assert diagnosis["data"].state == min(states, key=("look", "ok", "unknown").index)

@@ -20,6 +20,7 @@ from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger
 from tests.strategies.runs import (
+    SHORT_WAIT,
     SMALL_BUCKETS,
     Ledger,
     LedgerByHand,
@@ -141,13 +142,13 @@ def _lose_a_rank() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("start_all_to_all", "all_to_all"):
             patch.setattr(exchange, name, partial(die_or_send, getattr(exchange, name)))
-        fit(Ledger(), compressed(Quantize(8)), range(1000))
+        fit(Ledger(), compressed(Quantize(8), timeout=SHORT_WAIT), range(1000))
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_lost_rank_ends_the_others(processes):
     with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
-        launch(_lose_a_rank, timeout=240, processes=processes)
+        launch(_lose_a_rank, processes=processes)
 
 
 # --- resume -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.helpers.models import SmallNet, WholeBatchNet, assert_same_weights, b
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
 from tests.strategies.diloco.reference import assert_equals_simulation
-from tests.strategies.runs import dist_world, fit, same_on_all_ranks
+from tests.strategies.runs import SHORT_WAIT, dist_world, fit, same_on_all_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -453,7 +453,8 @@ class EndRank1(Callback):
 
 
 def _lose_a_replica(code: int) -> None:
-    fit(Net(), lo.DiLoCoStrategy(**STREAMING), callbacks=[EndRank1(code)])
+    strategy = lo.DiLoCoStrategy(**STREAMING, timeout=SHORT_WAIT)
+    fit(Net(), strategy, callbacks=[EndRank1(code)])
 
 
 @pytest.mark.parametrize("code", [3, 1])
