@@ -356,12 +356,24 @@ def test_bench_writes_table_and_json(capsys, tmp_path, monkeypatch):
     compared = Mock(wraps=measuring_commands.compare)
     monkeypatch.setattr(measuring_commands, "compare", compared)
     config = tmp_path / "other.yaml"
-    config.write_text(yaml.safe_dump({"trainer": {"accumulate_grad_batches": 2}}))
+    config.write_text(yaml.safe_dump({"trainer": {"max_epochs": 3, "gradient_clip_val": 4}}))
     words = ["bench", *TARGETS, "--preset=basic", f"--against={config}", "--out=there"]
     few = ["--starts=1", "--rounds=2", "--steps=4", "--seconds=20"]
-    assert main([*words, *few, "--trainer.gradient_clip_val=2", *BARE]) == 0
+    assert (
+        main(
+            [
+                *words,
+                *few,
+                "--trainer.gradient_clip_val=2",
+                "--trainer.accumulate_grad_batches=2",
+                *BARE,
+            ]
+        )
+        == 0
+    )
     settings = compared.call_args.args[2][str(config)]
-    assert (settings["gradient_clip_val"], settings["accumulate_grad_batches"]) == (2, 2)
+    names = ("gradient_clip_val", "max_epochs", "accumulate_grad_batches")
+    assert [settings[name] for name in names] == [4, 3, 2]
     assert "plain" in capsys.readouterr().out
     assert json.loads((tmp_path / "there" / "bench.json").read_text())
     table = (tmp_path / "there" / "bench.md").read_text()

@@ -188,7 +188,11 @@ def test_unsupported_part_is_left_out_at_the_start_with_a_warning():
 
 class Unsupported(RunCallback):
     def on_train_start(self, trainer, pl_module):
+        trainer.accumulate_grad_batches = 3
         raise ValueError("not here")
+
+    def release(self, trainer):
+        trainer.accumulate_grad_batches = 1
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")

@@ -145,6 +145,13 @@ def test_changed_import_path_keeps_the_fork_server(fit, monkeypatch, tmp_path):
         assert is_forked(other)
 
 
+class Draws(Callback):
+    """Draws a random number when it is created."""
+
+    def __init__(self) -> None:
+        torch.rand(1)
+
+
 def test_process_has_the_settings_of_its_parent_and_its_own_seed(fit, monkeypatch, tmp_path):
     assert is_forked(fit)  # the fork server had other settings when it started
     monkeypatch.delenv("PATH")
@@ -156,13 +163,20 @@ def test_process_has_the_settings_of_its_parent_and_its_own_seed(fit, monkeypatc
         (tmp_path / "found").write_text(str(found))
         return Net()
 
+    def data() -> Any:
+        (tmp_path / "drawn").write_text(str(float(torch.rand(1))))
+        return rows()
+
+    settings = {**CPU, "callbacks": [{"class_path": f"{__name__}.Draws"}]}
     try:
-        with TrainingProcess(make, rows, CPU, seed=7) as other:
+        with TrainingProcess(make, data, settings, seed=7) as other:
             other.advance(1)
             assert is_forked(other)
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "found").read_text() == str([threads + 1, 7, False])
+    first = torch.rand(1, generator=torch.Generator().manual_seed(7))
+    assert (tmp_path / "drawn").read_text() == str(float(first))
 
 
 def test_changed_early_variable_starts_a_new_interpreter(fit, monkeypatch):

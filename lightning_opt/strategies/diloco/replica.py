@@ -73,7 +73,7 @@ class Fragment:
             torch.sub(rounded, parameter, out=difference)
         return self.pseudo_gradient
 
-    def step(self, mean: Tensor, lr: float, momentum: float) -> tuple[Tensor, Tensor]:
+    def step(self, mean: Tensor, lr: float, momentum: float) -> Tensor:
         """Apply the mean pseudo-gradient to ``outer`` by SGD with Nesterov momentum.
 
         Args:
@@ -82,22 +82,23 @@ class Fragment:
             momentum: 0 for none; the momentum buffer then stays unchanged.
 
         Returns:
-            The norms of ``mean``, and of its difference from this replica's pseudo-gradient.
+            The norm of ``mean``, and that of its difference from this replica's pseudo-gradient.
         """
         own = mean if self.pseudo_gradient is None else self.pseudo_gradient
         norms = []
         for chunk in chunks_of(mean):
             update = mean[chunk]
-            norms.append((norm(update), norm(own[chunk] - update)))
+            difference = own[chunk] - update
+            norms.append(torch.stack([norm(update), norm(difference)]))
             if momentum:
+                # No `alpha`: whether a product is rounded before the sum depends on the CPU.
                 buffer = self.momentum[chunk].mul_(momentum).add_(update)
-                update = (buffer * momentum).add_(update)
-            update = update * lr
+                update = torch.mul(buffer, momentum, out=difference).add_(update)
+            update = torch.mul(update, lr, out=difference)
             self.outer[chunk].sub_(update)
             if self.pseudo_gradient is not None:
                 self.pseudo_gradient[chunk].sub_(update)
-        total, drift = zip(*norms, strict=True)
-        return norm(torch.stack(total)), norm(torch.stack(drift))
+        return norm(torch.stack(norms), dim=0)
 
     def shift(self) -> None:
         """Set the replica's weights to ``outer`` plus its updates since the last send."""
@@ -181,7 +182,7 @@ class Replica:
         self._synchronized = True
         # The step at which to merge each fragment in flight, and its outcome.
         self._in_flight: dict[int, tuple[int, Future[Outcome]]] = {}
-        self._norms: dict[int, tuple[Tensor, Tensor]] = {}
+        self._norms: dict[int, Tensor] = {}
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="diloco")
         self._make_fragments(state.get("momentum", {}))
         device = self._fragments[0].outer.device
@@ -303,7 +304,7 @@ class Replica:
         values = {"comm/bytes": self._sent / steps, "comm/wait_s": self._waited / steps}
         self._sent, self._waited, self._reported_step = 0, 0.0, self._step
         if self._norms:
-            norms = norm(torch.tensor(list(self._norms.values())), dim=0)
+            norms = norm(torch.stack(list(self._norms.values())), dim=0)
             values["diloco/outer_norm"], values["diloco/drift"] = norms.tolist()
         return values
 

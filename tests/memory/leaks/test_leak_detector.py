@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -178,6 +179,18 @@ def test_only_steps_and_validations_of_the_training_are_sampled(monkeypatch):
         trainer.validate(model, verbose=False)
     first = counts[1]
     assert counts == [0, first, first, 2 * first]
+
+
+def test_searches_that_find_nothing_become_rarer(monkeypatch):
+    samples, counted, take_census = itertools.count(), [], leak_detector.take_census
+    monkeypatch.setattr(leak_detector, "FIRST_PAUSE", 12)
+    monkeypatch.setattr(leak_detector, "read_counters", lambda _: {"heap": 1e5 * next(samples)})
+    monkeypatch.setattr(
+        leak_detector, "take_census", lambda *args: counted.append(args[0]) or take_census(*args)
+    )
+    train(SmallNet(), lo.LeakDetector(warmup_steps=0, every_n_steps=1), max_epochs=12)
+    ends, starts = counted[3::4], counted[4::4]
+    assert [start - end for end, start in zip(ends, starts, strict=False)] == [12, 24, 48]
 
 
 def test_nothing_is_counted_without_growth(monkeypatch):

@@ -212,6 +212,11 @@ def test_counts_are_logged_on_schedule():
     }
     assert trainer.callback_metrics["loss_scale/skipped"] == 3
     assert trainer.callback_metrics["loss_scale/overflows"] == 2
+    # Batches 2 and 3 are one window.
+    trainer = quiet_trainer(plugins=[lo.DynamicLossScale()], accumulate_grad_batches=2)
+    trainer.fit(Net(6, {2: math.inf}))
+    scaler = trainer.precision_plugin.scaler
+    assert (scaler.skipped, scaler.overflows) == (1, 0)
 
 
 # --- learning-rate schedulers -------------------------------------------------------------------

@@ -426,6 +426,12 @@ def test_invalid_arguments_raise(settings, words):
         lo.DiLoCoStrategy(**settings)
 
 
+def test_outer_rate_and_momentum_depend_on_the_window():
+    for sync_every, expected in ((16, (1.0, 0.0)), (17, (0.7, 0.8))):
+        plan = lo.DiLoCoStrategy(sync_every).plan
+        assert (plan.outer_lr, plan.outer_momentum) == expected
+
+
 def _single_process() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         fit(Net(optimizer="LBFGS"), "diloco")
