@@ -107,6 +107,9 @@ def test_prefetcher_copies_a_batch_on_a_separate_stream():
     assert current.tensors == tensors
     prefetcher.release(trainer)
     assert prefetcher.copies == 1
+    prefetcher.on_fit_start(trainer, module)
+    assert prefetcher.copies == 0
+    prefetcher.release(trainer)
 
 
 # --- micro-batches ------------------------------------------------------------------------------

@@ -247,10 +247,13 @@ def test_failed_attempt_holds_no_memory_before_the_retry(where, monkeypatch):
 
 @pytest.mark.filterwarnings(UNCHECKED)
 def test_one_sample_that_does_not_fit_raises_memory_error():
-    micro = lo.MicroBatching()
+    micro, net = lo.MicroBatching(), Net(fits=0)
     with pytest.raises(MemoryError, match=r"Even one sample does not fit.*planted"):
-        train(micro, net=Net(fits=0))
+        train(micro, net=net)
     assert [event["size"] for event in micro.events] == [8, 4, 2, 1]
+    net.fits = 10**9
+    _, _, logger = train(micro, net=net)
+    assert logger.series("micro_batching/size") == []  # it changed in the run that failed
 
 
 def test_other_errors_and_fixed_sizes_are_not_retried():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.batching import peaks
-from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak, PlannedSizes
 from lightning_opt.core.measure.exhaustion import recover_memory
 from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, malloc_trim, resident_memory
 from tests.batching.nets import full_weights
@@ -167,6 +167,16 @@ def test_planned_size_follows_the_measured_memory_per_sample(peak, elements, siz
 def shrink(sizes: LearnedSizes, shape: str, elements: int, failed: int) -> int:
     sizes.record_failure(0, shape, elements, samples=64, failed=failed)
     return sizes.shapes[shape]["size"]
+
+
+def test_planned_sizes_begin_with_those_of_a_checkpoint():
+    sizes = LearnedSizes(5)
+    shrink(sizes, "float32[n]", 10, 64)
+    resumed = LearnedSizes(5)
+    resumed.load_state_dict(sizes.state_dict())
+    planned = PlannedSizes(resumed, torch.device("cpu"), remeasure_every=50, first_step=0)
+    assert planned.size_for("float32[n]", 10) == 32
+    assert planned.size_for("int64[n]", 10) == 1
 
 
 def grown(sizes: LearnedSizes, batches: int) -> list[int]:
