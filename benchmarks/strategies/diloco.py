@@ -5,8 +5,7 @@ than no exchange at all, and `diloco_streaming` next to nothing.
 
 Each process has its own network namespace, as in compression.py: the same model (33.6 MB of
 float32), the same limits by `tc tbf`. Most steps of a window send nothing, so whole windows are
-timed and divided by their steps. The codecs are compiled first, as a training does by itself: this
-model after 8,000 to 15,000 steps. The baseline without a network is the same strategy with an
+timed and divided by their steps. The baseline without a network is the same strategy with an
 endless window. That needs root, `ip` and `tc`; elsewhere the script prints that and ends.
 """
 
@@ -36,8 +35,6 @@ from benchmarks.strategies.compression import (
     why_not,
 )
 from lightning_opt.core.numerics.ratios import median_ratio
-from lightning_opt.strategies.diloco.exchange import CODECS
-from lightning_opt.strategies.quantization import quantizer
 from lightning_opt.strategies.strategy_strings import STRATEGIES
 
 MODULE = "benchmarks.strategies.diloco"
@@ -61,10 +58,8 @@ that are."""
 
 
 def run_rank(own: argparse.Namespace) -> None:
-    """Time every candidate, round by round, with the functions that a long training compiles."""
+    """Time every candidate, round by round."""
     torch.set_num_threads(1)
-    for codec in filter(None, CODECS.values()):
-        quantizer(codec.bits, codec.block).compile()
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after the first fit
     time_in_rounds(own.only, lambda name: time_candidate(CANDIDATES[name], world), own)
 
