@@ -111,8 +111,9 @@ def _describe(children: Sequence[Any], folder: Path, seconds: float) -> str:
         state = f"ended with {code}"
         if code is None:
             state = f"had not ended after {seconds:.0f} s"
-            os.kill(child.pid, STACKS)
-            time.sleep(1.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, STACKS)
+            time.sleep(1.0)  # for its log
         log = _log(folder, rank)
         output = log.read_text(errors="replace")[-6000:] if log.exists() else ""
         parts.append(f"rank {rank} {state}:\n{output}")
