@@ -374,7 +374,7 @@ def test_resumes_bit_exactly_in_mid_epoch(name, settings, tmp_path, monkeypatch)
 
 
 def evaluate(*callbacks: Callback) -> list[Any]:
-    """Return the metrics and logs of ``validate`` and ``test`` and the predictions, then train."""
+    """Return metrics, logs, predictions and what they leave; then train."""
     logger, model = MemoryLogger(), SmallNet()
     trainer = quiet_trainer(callbacks=list(callbacks), logger=logger)
     results = [
@@ -382,6 +382,7 @@ def evaluate(*callbacks: Callback) -> list[Any]:
         trainer.test(model, verbose=False),
         [prediction.tolist() for prediction in trainer.predict(model)],
         list(logger.records),
+        model_footprint(model),
     ]
     trainer.fit(model)
     return results

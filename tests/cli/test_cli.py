@@ -351,6 +351,18 @@ def test_model_with_its_own_loaders_needs_no_data(capsys, monkeypatch):
     assert seeds == [7, 7]
 
 
+def test_parts_are_excluded_from_the_presets_that_have_them(monkeypatch):
+    compared = Mock(side_effect=ArithmeticError("not measured"))
+    monkeypatch.setattr(measuring_commands, "compare", compared)
+    words = ["--preset=basic,advanced", "--without=Runtime,GradientHealth"]  # basic has no Runtime
+    assert main(["bench", *TARGETS, *words, *BARE]) == 1
+    for name in ("basic", "advanced"):
+        callbacks = compared.call_args.args[2][name]()["callbacks"]
+        names = {type(callback).__name__ for callback in callbacks}
+        assert "AdaptiveClipping" in names
+        assert names.isdisjoint({"Runtime", "GradientHealth"})
+
+
 @pytest.mark.slow
 def test_bench_writes_table_and_json(capsys, tmp_path, monkeypatch):
     compared = Mock(wraps=measuring_commands.compare)
@@ -358,19 +370,9 @@ def test_bench_writes_table_and_json(capsys, tmp_path, monkeypatch):
     config = tmp_path / "other.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"max_epochs": 3, "gradient_clip_val": 4}}))
     words = ["bench", *TARGETS, "--preset=basic", f"--against={config}", "--out=there"]
-    few = ["--starts=1", "--rounds=2", "--steps=4", "--seconds=20"]
-    assert (
-        main(
-            [
-                *words,
-                *few,
-                "--trainer.gradient_clip_val=2",
-                "--trainer.accumulate_grad_batches=2",
-                *BARE,
-            ]
-        )
-        == 0
-    )
+    words += ["--starts=1", "--rounds=2", "--steps=4", "--seconds=20"]
+    words += ["--trainer.gradient_clip_val=2", "--trainer.accumulate_grad_batches=2"]
+    assert main([*words, *BARE]) == 0
     settings = compared.call_args.args[2][str(config)]
     names = ("gradient_clip_val", "max_epochs", "accumulate_grad_batches")
     assert [settings[name] for name in names] == [4, 3, 2]

@@ -15,10 +15,10 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Mine(Callback):
-    """A user's callback with a setting."""
+    """A user's callback with settings."""
 
-    def __init__(self, words: int = 3) -> None:
-        self.words = words
+    def __init__(self, words: int = 3, loud: bool = False) -> None:
+        self.words, self.loud = words, loud
 
 
 def names_of(preset: lo.Preset, **trainer: Any) -> list[str]:
@@ -28,7 +28,7 @@ def names_of(preset: lo.Preset, **trainer: Any) -> list[str]:
 def team() -> lo.Preset:
     return (
         lo.preset("basic")
-        .plus(Mine, {"words": 5}, why="we like it", costs="nothing")
+        .plus(Mine, {"words": 5, "loud": True}, why="we like it", costs="nothing")
         .plus_argument("max_epochs", 2, why="our habit")
     )
 
@@ -44,12 +44,12 @@ def test_registered_preset_trains_and_takes_overrides():
     trainer.fit(SmallNet())
     assert trainer.current_epoch == 2
     (mine,) = [callback for callback in trainer.callbacks if isinstance(callback, Mine)]
-    assert mine.words == 7
+    assert (mine.words, mine.loud) == (7, True)
     assert repr(preset).startswith("preset('team', Mine={'words': 7}")
     assert "Mine" not in names_of(lo.preset("basic"))  # presets are immutable
     (row,) = [row for row in preset.describe().rows if row["part"] == "Mine"]
     assert row == {
-        "part": "Mine", "on": "yes", "settings": "words=7",
+        "part": "Mine", "on": "yes", "settings": "words=7, loud=True",
         "for": "we like it", "costs, or why not": "nothing",
     }  # fmt: skip
 

@@ -152,12 +152,14 @@ def test_equal_batches_give_weights_bit_identical_to_lightning():
     assert_same_weights(model, other)
 
 
-def test_schedule_changes_windows_within_an_epoch():
-    callback = lo.Accumulation({0: 1, 3: 2, 5: 4})
+@pytest.mark.parametrize("schedule", [{0: 1, 9: 2, 10: 4}, {"0": 1, "9": 2, "10": 4}])
+def test_schedule_changes_windows_within_an_epoch(schedule):
+    """Keys from a YAML file are strings."""
+    callback = lo.Accumulation(schedule)
     model, steps, logger = train(callback, count=61, max_epochs=2)
     sizes = [len(ids) for ids in steps]
     # 16 batches per epoch, the last with one sample.
-    assert sizes == [4, 4, 4, 8, 8, 16, 16, 1, 16, 16, 16, 13]
+    assert sizes == [4] * 9 + [8, 16, 1, 16, 16, 16, 13]
     assert max_difference(model, reference(TextNet(), Texts(61), steps)) < 1e-6
     assert logger.series("accumulation/batches") == [2, 4]
 

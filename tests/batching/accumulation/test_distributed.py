@@ -147,7 +147,13 @@ def average_under_ddp(dtype: torch.dtype) -> list[list[Tensor]]:
             loss = wrapped(batch.to(dtype)).float().square().mean()
             accumulator.backward(loss, weight=len(batch))
     assert accumulator.average() == 9.0
-    return [[p.grad.float() for p in each.parameters()] for each in (module, whole)]
+    gradients = [[p.grad.float() for p in each.parameters()] for each in (module, whole)]
+    # The batch of a rank may count nothing.
+    wrapped.zero_grad()
+    loss = wrapped(data[:2].to(dtype)).float().square().mean()
+    accumulator.backward(loss, weight=2 * (1 - rank))
+    assert accumulator.average() == 2.0
+    return gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

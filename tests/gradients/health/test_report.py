@@ -36,6 +36,12 @@ def findings_of(evidence: Evidence, *without: str) -> list[Issue]:
     return [finding for finding in findings if finding.type not in without]
 
 
+def test_share_of_zeros_is_that_of_all_elements():
+    weight = ParameterStats("weight", 90, True, count=10, zeros=0.0)
+    bias = ParameterStats("bias", 10, True, count=10, zeros=1.0)
+    assert LayerStats("layer", [weight, bias]).zeros == 0.1
+
+
 # --- thresholds, from both sides ----------------------------------------------------------------
 
 

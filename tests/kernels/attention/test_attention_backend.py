@@ -95,7 +95,8 @@ def data() -> DataLoader[Any]:
 
 def fit(net: Net, *callbacks: Callback, **settings: Any) -> Net:
     torch.manual_seed(5)  # of dropout
-    quiet_trainer(callbacks=list(callbacks), **settings).fit(net, data())
+    settings = {"limit_val_batches": 0, **settings}
+    quiet_trainer(callbacks=list(callbacks), **settings).fit(net, data(), data())
     return net
 
 
@@ -166,6 +167,14 @@ def test_math_serves_dropout_and_warns_once(kind):
         "flash: Both fused kernels do not support non-zero dropout.; "
         "cudnn: not for CPUs; efficient: not for CPUs"
     )
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+def test_first_batch_of_training_is_recorded_not_the_sanity_check():
+    attention = lo.AttentionBackend()
+    with pytest.warns(UserWarning, match="dropout 0.2"):
+        fit(Net("module", 0.2), attention, num_sanity_val_steps=1, limit_val_batches=1)
+    assert [row["dropout"] for row in attention.report().rows] == [0.2]
 
 
 def test_math_serves_a_learned_mask_and_warns_once():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_opt as lo
 from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
-from tests.helpers.models import AdversarialNet, SmallNet
+from tests.helpers.models import AdversarialNet, SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.syncs import SyncCounter
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -394,7 +394,8 @@ def test_regions_and_user_actions_have_their_own_phases(clock):
 def test_rates_follow_from_counted_flops_and_step_time():
     profiler = quiet_profiler(peak_flops=1e9, tokens=7)
     model = SmallNet(widths=(5, 5))
-    fit(profiler, model)
+    model.val_dataloader = lambda: loader_of(1, batch_size=3)  # counts in no rate
+    fit(profiler, model, val_check_interval=1)
     measures = profiler.measures()
     expected = lo.count_flops(model.layer, torch.ones(4, 6))
     assert measures.flops == expected

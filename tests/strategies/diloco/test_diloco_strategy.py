@@ -116,6 +116,7 @@ def _resume(folder: str) -> None:
         assert same_on_all_ranks(second)
         torch.testing.assert_close(*states, rtol=0, atol=0)  # in spite of later outer steps
         states.clear()
+    trainer.predict(Net(), loader_of(1, 12), ckpt_path=path)  # does not resume the next fit
     trainer.fit_loop.max_epochs += 1
     trainer.fit(Net())
     assert states[0]["step"] == 1
