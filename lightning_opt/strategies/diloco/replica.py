@@ -98,7 +98,8 @@ class Fragment:
             self.outer[chunk].sub_(update)
             if self.pseudo_gradient is not None:
                 self.pseudo_gradient[chunk].sub_(update)
-        return norm(torch.stack(norms), dim=0)
+        total: Tensor = norm(torch.stack(norms), dim=0)
+        return total
 
     def shift(self) -> None:
         """Set the replica's weights to ``outer`` plus its updates since the last send."""

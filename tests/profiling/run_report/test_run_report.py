@@ -100,7 +100,7 @@ class Items(Dataset[Any]):
         return 160
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.003)
+        time.sleep(0.01)
         generator = torch.Generator().manual_seed(index)
         growth = 1.0 if index < 40 else 1e5
         return torch.randn(6, generator=generator), torch.full((1,), growth)
@@ -144,7 +144,7 @@ def test_three_planted_problems_become_three_findings(tmp_path):
     full = advised["Trainer(callbacks=[lo.MicroBatching('auto')])"]
     assert re.match(r"At the peak, memory was (9\d|100)% full: .* \(address space\)", full)
     waits = advised["Trainer(callbacks=[lo.DataPipelineTuner()])"]
-    assert re.match(r"Training waits for data [1-9]\d% of the time", waits)
+    assert re.match(r"Training waits for data [5-9]\d% of the time", waits)
     assert page.sentence.startswith("Finished after 40 steps in ")
 
 
