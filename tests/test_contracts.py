@@ -374,7 +374,7 @@ def test_resumes_bit_exactly_in_mid_epoch(name, settings, tmp_path, monkeypatch)
 
 
 def evaluate(*callbacks: Callback) -> list[Any]:
-    """Return metrics, logs, predictions and what they leave; then train."""
+    """Evaluate; return metrics, logs, predictions and the model's footprint. Then train."""
     logger, model = MemoryLogger(), SmallNet()
     trainer = quiet_trainer(callbacks=list(callbacks), logger=logger)
     results = [
@@ -406,6 +406,8 @@ def test_two_instances_work_or_raise_an_error_that_names_the_class(name):
         fit(build(name, {}), build(name, {}))
     except (ValueError, RuntimeError) as error:
         assert name in str(error)  # noqa: PT017
+    else:
+        assert not getattr(build(name, {}), "only_one", False)
 
 
 # --- what is left behind ------------------------------------------------------------------------

@@ -25,7 +25,10 @@ from torch.nn import functional
 from lightning_opt.strategies.packing import chunks_of, quantize_rows
 
 COMPILE_AFTER = 2**32
-"""Elements that are encoded before a CPU compiles: their codec has then taken as long as that."""
+"""Elements that are encoded before a CPU compiles.
+
+Encoding and decoding them takes about as long as compiling.
+"""
 
 
 def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:

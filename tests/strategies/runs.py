@@ -23,6 +23,9 @@ SIZES = (40, 700, 3, 1500, 260)
 
 SMALL_BUCKETS = 0.004  # MiB
 
+SHORT_WAIT = timedelta(seconds=30)
+"""For tests in which a rank dies: gloo's all-to-all may miss it until the wait times out."""
+
 
 def gradient(step: int, rank: int, numel: int) -> Tensor:
     """Return the gradient of one rank at one step, with elements of different scales."""
@@ -123,10 +126,6 @@ def fit(
         warnings.filterwarnings("ignore", "lr_scheduler.step")
         trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer
-
-
-# In an all-to-all, gloo may miss that a process has died until the wait times out.
-SHORT_WAIT = timedelta(seconds=30)
 
 
 def dist_world() -> int:
