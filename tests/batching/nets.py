@@ -111,14 +111,6 @@ def counting_ddp(reductions: list[int], **settings: Any) -> DDPStrategy:
     return Strategy(**settings)
 
 
-def full_weights(model: LightningModule) -> dict[str, Tensor]:
-    """Return copies of the weights; those of FSDP2 are gathered from all ranks."""
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
-
-
 class SharpnessAware(torch.optim.SGD):
     """Evaluates the loss twice per step: at the weights, and uphill from them."""
 

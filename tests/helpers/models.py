@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import MappingKey, tree_flatten, tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, TensorDataset
@@ -168,9 +169,14 @@ class AdversarialNet(LightningModule):
         return loader_of(12)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor, gathered from all ranks if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the module's state."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    """Return a copy of the module's state; sharded tensors are gathered from all ranks."""
+    return {name: whole(value).detach().clone() for name, value in module.state_dict().items()}
 
 
 def assert_same_weights(

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_opt as lo
+from tests.helpers.models import whole
 from tests.helpers.processes import launch
 from tests.helpers.trainers import FSDPOnCPU, quiet_trainer
 from tests.matrix.nets import MatrixNet
@@ -126,8 +127,7 @@ class Record(Callback):
             for name, value in pl_module.named_parameters():
                 for wrapper in ("_fsdp_wrapped_module.", "_orig_mod."):
                     name = name.replace(wrapper, "")
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                self.weights[name] = whole.detach().float().clone()
+                self.weights[name] = whole(value).detach().float().clone()
 
 
 def train(

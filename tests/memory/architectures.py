@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
 
+from tests.helpers.models import whole
+
 WIDTH = 8
 
 
@@ -58,10 +60,6 @@ class Architecture(LightningModule):
         return DataLoader(torch.randn(6, 4, WIDTH, generator=generator), batch_size=2)
 
     val_dataloader = train_dataloader
-
-
-def whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 class Transformer(Architecture):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from tests.helpers.models import weights_of
 from tests.helpers.trainers import quiet_trainer
-from tests.memory.architectures import ARCHITECTURES, Architecture, whole
+from tests.memory.architectures import ARCHITECTURES, Architecture
 
 
 def train(name: str, callback: Callback | None, **settings: Any) -> Architecture:
@@ -23,8 +24,7 @@ def train(name: str, callback: Callback | None, **settings: Any) -> Architecture
 
 def evidence(model: Architecture) -> dict[str, Any]:
     """Return gradients, state and random numbers, which checkpointing must not change."""
-    state = {name: whole(value).clone() for name, value in model.state_dict().items()}
-    return {"gradients": model.gradients, "state": state, "drawn": model.drawn}
+    return {"gradients": model.gradients, "state": weights_of(model), "drawn": model.drawn}
 
 
 def assert_identical(actual: Architecture, expected: Architecture) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from tests.helpers.models import weights_of, whole
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -85,7 +86,7 @@ class Net(LightningModule):
     def run(self, layers: nn.ModuleList, x: Tensor) -> Tensor:
         for layer in layers:
             x = layer(x)
-        return x.full_tensor() if hasattr(x, "full_tensor") else x
+        return whole(x)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.run(self.layers, x) - self.run(self.teacher, x)).square().mean()
@@ -119,8 +120,7 @@ def fit(kind: str, callback: Any, **settings: Any) -> dict[str, Tensor]:
     model = Net(kind)
     callbacks = [] if callback is None else [callback]
     quiet_trainer(callbacks=callbacks, limit_val_batches=0, **settings).fit(model)
-    state = model.state_dict()
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+    return weights_of(model)
 
 
 def fit_with_each(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from tests.batching.accumulation.test_accumulation import TextNet, Texts, Windows, count_tokens
-from tests.batching.nets import counting_ddp, full_weights
+from tests.batching.nets import counting_ddp
+from tests.helpers.models import weights_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -75,7 +76,7 @@ def train(strategy: str, per: str, batches: int) -> tuple[dict[str, Tensor], Any
     )
     trainer.fit(model)
     assert totals == {0.0}
-    return full_weights(model), windows.steps, len(reductions)
+    return weights_of(model), windows.steps, len(reductions)
 
 
 def train_all(strategy: str) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import ranks as ranks_module
 from tests.batching.nets import Hooks, Net, Samples, counting_ddp, run_out
-from tests.helpers.models import SmallNet
+from tests.helpers.models import SmallNet, whole
 from tests.helpers.processes import launch
 from tests.helpers.trainers import FSDPOnCPU, quiet_trainer
 
@@ -108,7 +108,7 @@ def train(
     assert kind != "ddp" or first._backward_hooks
     return {
         "weights": {
-            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+            name: whole(value).detach().clone()
             for name, value in model.named_parameters()  # under FSDP1 this rank's shards
             if name.startswith("layers")
         },

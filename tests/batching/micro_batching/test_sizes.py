@@ -17,7 +17,7 @@ from lightning_opt.batching import peaks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak, PlannedSizes
 from lightning_opt.core.measure.exhaustion import recover_memory
 from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, malloc_trim, resident_memory
-from tests.batching.nets import full_weights
+from tests.helpers.models import weights_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -93,7 +93,7 @@ def train(counts: list[tuple[int, int]], micro: Callback | None) -> dict[str, An
     before, meter = resident_memory(), PeakMeter(torch.device("cpu"))
     trainer.fit(model)
     ran = [[size for idx, size in model.ran if idx == batch] for batch in range(len(counts))]
-    return {"weights": full_weights(model), "ran": ran, "more": (meter.read() - before) / MB}
+    return {"weights": weights_of(model), "ran": ran, "more": (meter.read() - before) / MB}
 
 
 def train_planned() -> dict[str, Any]:

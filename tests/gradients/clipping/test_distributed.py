@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import lightning_opt as lo
 from lightning_opt.core.modules.sharding import flat_parameter_groups, summed_part
 from lightning_opt.core.numerics.norms import collect_gradients, measure_norms, parameters_of
-from tests.helpers.models import SmallNet, assert_same_weights, loader_of
+from tests.helpers.models import SmallNet, assert_same_weights, loader_of, whole
 from tests.helpers.processes import launch
 from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import FSDPOnCPU, MemoryLogger, quiet_trainer
@@ -106,19 +106,15 @@ class FullTensors(Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
-        flat = [full_tensor(gradient).double().flatten() for gradient in gradients]
+        flat = [whole(gradient).double().flatten() for gradient in gradients]
         self.norms.append(torch.cat(flat).norm().item())
 
     def on_train_end(self, trainer, pl_module):
         with FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False):
             self.weights = {
-                name.replace("_fsdp_wrapped_module.", ""): full_tensor(parameter.detach()).clone()
+                name.replace("_fsdp_wrapped_module.", ""): whole(parameter.detach()).clone()
                 for name, parameter in pl_module.named_parameters()
             }
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model: SmallNet, rule: lo.ClippingRule, strategy: str | Strategy = "auto") -> Run:

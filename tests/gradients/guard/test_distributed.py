@@ -14,7 +14,7 @@ import lightning_opt as lo
 from lightning_opt.gradients.guard import events as events_module
 from lightning_opt.gradients.guard.detector import Detector
 from tests.gradients.faulty import FaultyNet
-from tests.helpers.models import assert_same_weights
+from tests.helpers.models import assert_same_weights, weights_of
 from tests.helpers.processes import launch
 from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import quiet_trainer
@@ -39,13 +39,6 @@ class ShardedNet(FaultyNet):
             for part in (self.encoder, self.head):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
             fully_shard(self, mesh=self.device_mesh["data_parallel"])
-
-
-def whole_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
 
 
 def train(
@@ -76,7 +69,7 @@ def train(
         if device_path:
             take_device_path(patch)
         trainer.fit(model)
-    return whole_weights(model)
+    return weights_of(model)
 
 
 def guarded_and_clean(

@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from tests.helpers.models import assert_same_weights, loader_of
+from tests.helpers.models import assert_same_weights, loader_of, weights_of
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 QUIET = [
@@ -106,7 +106,7 @@ def train(*callbacks: Callback, model: Any = None, **settings: Any) -> dict[str,
     progress = copy.deepcopy(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress)
     records = [(step, m) for step, m in records if m.keys() - {"epoch"}]
     return {
-        "weights": {name: _whole(v) for name, v in model.state_dict().items()},
+        "weights": weights_of(model),
         "drawn": torch.rand(3),
         "logged": records,
         "calls": getattr(model, "calls", None),
@@ -129,11 +129,6 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], **tolerance: f
     torch.testing.assert_close(actual["drawn"], expected["drawn"], rtol=0, atol=0)
     for name in ("calls", "steps", "progress"):
         assert actual[name] == expected[name], name
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.detach().clone()
 
 
 def messages_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
