@@ -86,7 +86,9 @@ def candidates() -> dict[str, Any]:
         "fp16": lambda: lo.HookedDDPStrategy("fp16"),
         TOPK: lambda: compressed("topk"),
         "ddp_int8": lambda: compressed("int8"),
+        "ddp_int8, 25 MB": lambda: compressed("int8", bucket_cap_mb=25),
         "ddp_int4": lambda: compressed("int4"),
+        "ddp_int4, 25 MB": lambda: compressed("int4", bucket_cap_mb=25),
         AUTO: lambda: compressed("auto"),
     }
 

@@ -82,7 +82,8 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             for half of the run, at most ``30 / ratio`` steps.
         every_n_steps: Optimizer steps between reports.
         **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy` and
-            :class:`~torch.nn.parallel.DistributedDataParallel`.
+            :class:`~torch.nn.parallel.DistributedDataParallel`. On a CPU, ``bucket_cap_mb`` is 8
+            for 8 or 4 bits unless you give another.
 
     Raises:
         ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps, or
@@ -141,6 +142,12 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     def describe(self) -> Report | None:
         """Return the step times and the choice of ``"auto"``; None before the choice."""
         return None if self._auto is None else self._auto.report()
+
+    def configure_ddp(self) -> None:
+        """Wrap the model. Small buckets of 8 or 4 bits travel while the next ones are encoded."""
+        if isinstance(self.compressor, Quantize) and self.root_device.type == "cpu":
+            self._ddp_kwargs.setdefault("bucket_cap_mb", 8)
+        super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only, but gloo supports them too.
