@@ -44,11 +44,21 @@ def pytest_collectstart() -> None:
 @functools.cache
 def _prepare() -> None:
     """Import torch and Lightning, and adapt old versions, before the first test module does."""
+    import hypothesis
     import lightning.pytorch  # sets its logger's level, which is changed below
     import torch.distributed.fsdp
     from lightning.fabric.utilities import registry
 
     torch.set_num_threads(1)  # pytest-xdist's workers share the cores
+    # The same examples in each run, on machines of any speed.
+    hypothesis.settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    hypothesis.settings.load_profile("tests")
     logging.getLogger(lightning.pytorch.__name__).setLevel(logging.WARNING)
     # Otherwise each Trainer reads the metadata of every installed package.
     registry.entry_points = functools.cache(registry.entry_points)
@@ -59,6 +69,7 @@ def _prepare() -> None:
     trainer = lightning.pytorch.Trainer
     if "weights_only" not in inspect.signature(trainer.fit).parameters:  # before Lightning 2.6
         trainer.fit = _without_weights_only(trainer.fit)  # type: ignore[method-assign]
+    importlib.import_module("tests.helpers.ample_memory")
 
 
 def _without_weights_only(fit: Callable[..., None]) -> Callable[..., None]:
@@ -160,11 +171,13 @@ def _default_settings() -> Iterator[None]:
     import torch
 
     torch.manual_seed(0)
+    environment = dict(os.environ)
     if registry := sys.modules.get("lightning_opt.presets.registry"):
         registry._builders = dict(registry.BUILT_IN)  # doctests and other tests register presets
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # loaders of later tests follow them
-        os.environ.pop(name, None)
+    for name in os.environ.keys() - environment.keys():  # PL_SEED_WORKERS changes later tests
+        del os.environ[name]
+    os.environ.update(environment)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)

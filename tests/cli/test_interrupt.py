@@ -21,9 +21,14 @@ from lightning_opt.cli import main
 sys.exit(main())
 """
 PROJECT = """
+from pathlib import Path
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
-from tests.tuner.subjects import Sleeper as Model, batches
+from tests.tuner.subjects import Sleeper, batches
+
+class Model(Sleeper):
+    def on_train_batch_start(self, *_):
+        Path(__file__).with_name("step").touch()
 
 class Data(LightningDataModule):
     def train_dataloader(self):
@@ -69,7 +74,8 @@ def test_ctrl_c_during_a_trial_exits_once_and_leaves_nothing(tmp_path):
         )  # fmt: skip
         try:
             wait(240, lambda: "trying compile" in log.read_text() or process.poll() is not None)
-            time.sleep(6)
+            (tmp_path / "step").unlink(missing_ok=True)  # of the baseline
+            wait(240, lambda: (tmp_path / "step").exists() or process.poll() is not None)
             assert process.poll() is None, log.read_text()
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(200) == 130, log.read_text()

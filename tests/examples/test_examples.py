@@ -1,6 +1,7 @@
 """Notebooks, the demo and the scripts run, and their data and measures are correct."""
 
 import asyncio
+import importlib
 import json
 import math
 import re
@@ -28,7 +29,7 @@ SHORTER = {
         "seconds=5": "seconds=1",
     },
     "04_slow_networks.ipynb": {"STEPS = 60": "STEPS = 44"},
-    "05_let_the_tuner_decide.ipynb": {'budget="15s"': "budget=1"},
+    "05_let_the_tuner_decide.ipynb": {'budget="15s"': "budget=1", 'budget="2m"': 'budget="1h"'},
 }
 """Replacements in the source of notebooks that make them run faster."""
 
@@ -50,6 +51,7 @@ def kernel(environment: dict[str, str]) -> Iterator[AsyncKernelManager]:
             patch.setenv(name, value)
         # A package that torchmetrics imports, if installed, needs another for its progress bar.
         patch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")
+        importlib.import_module("matplotlib.font_manager")  # its cache is made once, with a warning
         manager = AsyncKernelManager(kernel_name="python3")
         yield manager
         asyncio.run(manager.shutdown_kernel(now=True))
@@ -124,8 +126,8 @@ def test_demo_survives_a_memory_limit_and_draws_the_act(
     output = run_script("demo.py", *arguments)
 
     assert re.search(r"plain: +dies at step 1$", output, re.M)
-    same = r"MicroBatching: +all 1 steps; losses and weights within \de-0[678]"
-    assert re.search(same, output)
+    same = re.search(r"MicroBatching: +all 1 steps; losses and weights within (\S+)", output)
+    assert float(same[1]) < 1e-5
     assert matplotlib.image.imread(tmp_path / "new/a.png").std() > 0.1
     assert {path.name for path in tmp_path.iterdir()} == {"new"}, "other files remain"
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import tests.helpers.ample_memory  # noqa: F401 - in each process that imports this module
 from tests.helpers.fork_server import PRELOAD
 
 GRACE = 60.0

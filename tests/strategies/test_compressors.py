@@ -2,6 +2,7 @@
 
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from lightning_opt.strategies.quantization import Quantizer
 
 CPU = torch.device("cpu")
 
-relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+relaxed = settings(max_examples=40)
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +178,7 @@ def test_float64_keeps_its_precision():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_quantization_gives_the_same_bits(monkeypatch):
     # Beside other tests, a process of low priority takes ten times as long.
     monkeypatch.setattr(os, "setpriority", lambda *_: None)

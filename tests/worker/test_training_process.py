@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -182,7 +183,7 @@ def test_process_has_the_settings_of_its_parent_and_its_own_seed(fit, monkeypatc
 def test_changed_early_variable_starts_a_new_interpreter(fit, monkeypatch):
     """The fork server has imported torch without that variable."""
     monkeypatch.setenv("OMP_THREAD_LIMIT", "3")
-    with TrainingProcess(lambda: Net(), rows, CPU) as fresh:
+    with TrainingProcess(lambda: Net(), rows, CPU, timeout=3600) as fresh:
         assert [step.loss for step in fresh.advance(5)] == plain_losses()[:5]
         assert is_forked(fit)
         assert not is_forked(fresh)
@@ -227,7 +228,7 @@ def leave_one_open(server: dict[str, Any]) -> tuple[int, int, str]:
     use_fork_server(server)
     multiprocessing.current_process().daemon = False  # which may not have children
     os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes", "LOCAL_RANK": "1"}
-    fit = TrainingProcess(Net, rows, TWO_RANKS)
+    fit = TrainingProcess(Net, rows, TWO_RANKS, timeout=3600)
     fit.advance(2)
     LEFT_OPEN.append(fit)
     return fit.summary["pid"], fit.summary["devices"], os.environ["LOCAL_RANK"]
@@ -340,13 +341,14 @@ def test_failure_has_a_kind_and_a_sentence(what, kind, message):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_timeout_reports_the_stacks_of_all_ranks():
+def test_timeout_reports_the_stacks_of_all_ranks(monkeypatch):
     settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=False, waits=True)]}
-    with TrainingProcess(Net, rows, lambda: settings) as fit:
+    monkeypatch.setattr(training_process, "STACK_SECONDS", 3.0)
+    with TrainingProcess(Net, rows, lambda: settings, timeout=3600) as fit:
         pid = fit.summary["pid"]
         fit.advance(5)
-        fit.timeout = 1
-        with pytest.raises(FitFailed, match=r"did not respond within 1 s") as failure:
+        fit.timeout = 4
+        with pytest.raises(FitFailed, match=r"did not respond within 4 s") as failure:
             fit.advance(3)
         assert failure.value.kind == "timeout"
         for function in ("in hang", "in on_train_batch_start"):
@@ -403,6 +405,7 @@ def children_of(fit: TrainingProcess) -> list[int]:
 
 def test_closed_training_cleans_up_and_ends_its_workers(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
+    get_temp_dir()  # made by the first process of all
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
     class Leaves(Callback):

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.batching.batch_size.trials import Trials
@@ -58,9 +58,10 @@ class Wide(LightningModule):
 
 
 def loader_of(count: int = 4000) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
+    generator, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(count, 8, generator=generator))
-    return DataLoader(data, batch_size=8, shuffle=True, generator=generator)
+    sampler = RandomSampler(data, generator=own)
+    return DataLoader(data, batch_size=8, sampler=sampler, generator=generator)
 
 
 class Writer(Callback):
@@ -94,7 +95,8 @@ def test_search_has_no_side_effects(tmp_path, request):
     gc.unfreeze()
     request.addfinalizer(gc.freeze)  # as for the other tests
     process = process_footprint()
-    position = loader.generator.get_state()  # type: ignore[union-attr]
+    generators = loader.generator, loader.sampler.generator  # type: ignore[attr-defined]
+    positions = [generator.get_state() for generator in generators]
     loops = trainer.fit_loop.state_dict()
 
     found = lo.find_batch_size(trainer, model, loader, budget_mb=10**6)
@@ -105,7 +107,8 @@ def test_search_has_no_side_effects(tmp_path, request):
     assert not trainer.callback_metrics
     assert torch.equal(torch.get_rng_state(), before[1])
     assert random.getstate() == before[2]
-    assert torch.equal(loader.generator.get_state(), position)  # type: ignore[union-attr]
+    for generator, position in zip(generators, positions, strict=True):
+        assert torch.equal(generator.get_state(), position)
     assert loader.batch_size == loader.batch_sampler.batch_size == 8  # type: ignore[union-attr]
     assert_same_weights(model, weights)
     assert model.first.weight.grad.eq(1).all()

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from mmap import PAGESIZE
 
 import psutil
 import pytest
@@ -30,19 +31,19 @@ def test_resident_memory_agrees_with_psutil():
 
 @linux
 def test_meters_that_run_together_keep_their_own_peaks():
-    """Only a meter started before 64 MB were allocated and freed reports them."""
+    """Only a meter started before 256 MB were allocated and freed reports them."""
     malloc_trim()  # memory of earlier tests
     outer, before = PeakMeter(CPU), resident_memory()
     assert not outer.samples
-    block = torch.ones(64 * MB, dtype=torch.uint8)
+    block = torch.ones(256 * MB, dtype=torch.uint8)
     inner = PeakMeter(CPU)
     del block
     malloc_trim()
     inner.start()
     later = PeakMeter(CPU)
-    assert (outer.read() - before) / MB == pytest.approx(64, abs=6)
-    assert (inner.read() - before) / MB == pytest.approx(0, abs=6)
-    assert (later.read() - before) / MB == pytest.approx(0, abs=6)
+    assert (outer.read() - before) / MB == pytest.approx(256, abs=32)
+    assert (inner.read() - before) / MB == pytest.approx(0, abs=32)
+    assert (later.read() - before) / MB == pytest.approx(0, abs=32)
 
 
 def test_mark_resets_one_meter_only_on_cuda(monkeypatch):
@@ -86,8 +87,8 @@ def test_heap_includes_tensors(size):
     before = malloc_info().used
     tensors = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
     grown = malloc_info().used - before
-    # Each tensor adds about 600 bytes to its elements.
-    assert count * size <= grown <= count * (size + 1500) + 20_000
+    # Each tensor adds about 600 bytes to its elements; large ones are rounded up to pages.
+    assert count * size <= grown <= count * (size + 1500 + PAGESIZE) + 20_000
     assert live_bytes(CPU) == pytest.approx(malloc_info().used, abs=100_000)
     del tensors
     assert malloc_info().used - before < 100_000

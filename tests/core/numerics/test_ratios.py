@@ -9,6 +9,7 @@ import scipy.stats
 from scipy.stats import kendalltau, norm, theilslopes
 
 from lightning_opt.core.numerics.ratios import (
+    PRIOR_STARTS,
     centre_and_variance,
     compare_pairs,
     judge,
@@ -91,6 +92,16 @@ def test_spread_between_starts_decides_however_many_rounds_there_are():
     alone = compare_pairs(starts([0.01]), offset=0.01)
     assert alone.low < 1 < alone.high
     assert compare_pairs(starts([0.01]), offset=0.0).verdict == "slower"
+
+
+def test_interval_agrees_with_scipy():
+    """Without noise, only the usual difference between processes remains."""
+    ratio = compare_pairs([[(1.0, 1.1)] * 12] * 3, offset=0.01)
+    freedom = PRIOR_STARTS + 2
+    spread = PRIOR_STARTS * 0.01**2 / freedom
+    margin = scipy.stats.t.ppf(0.975, freedom) * math.sqrt(spread / 3)
+    bounds = [1.1 * math.exp(-margin), 1.1 * math.exp(margin)]
+    assert [ratio.low, ratio.high] == pytest.approx(bounds, rel=1e-4)
 
 
 def test_confidence_widens_the_interval_and_tolerance_the_verdict():

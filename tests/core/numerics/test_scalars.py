@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_opt.core.numerics import scalars
 
-search = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+search = settings(max_examples=200)
 # No subnormal numbers: a device may flush them to zero.
 numbers = st.floats(allow_subnormal=False) | st.sampled_from([0.0, 1.0, math.inf, math.nan])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_opt.core.numerics.statistics import DeviceBands, LogBand, Window
 
-search = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+search = settings(max_examples=50)
 both_kinds = pytest.mark.parametrize("kind", ["float", "tensor"])
 values = st.lists(
     st.floats(-1e6, 1e6, allow_subnormal=False)

@@ -74,7 +74,7 @@ def test_view_is_stored_without_its_storage():
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_random_access_equals_a_dictionary(storage, tmp_path_factory, data):
     """Items are correct and the limit is kept for every order, limit and policy."""
@@ -374,7 +374,7 @@ def test_function_is_computed_once_for_equal_arguments():
     assert function.statistics()["hits"] == 2
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30))
 def test_symmetric_pairs_are_computed_once(pairs):
     seen = []

@@ -38,9 +38,10 @@ def file_bytes(folder: Path) -> int:
     return (folder / "data.mdb").stat().st_blocks * 512
 
 
-def write_forever(folder: Path, max_bytes: int, seed: int) -> None:
+def write_forever(folder: Path, max_bytes: int, seed: int, done: Any) -> None:
     store, order = Store(folder, max_bytes), random.Random(seed)
     while True:
+        done.value += 1
         name = str(order.randrange(40))
         if (found := get(store, name)) is None:
             put(store, name, content(name))
@@ -51,13 +52,16 @@ def write_forever(folder: Path, max_bytes: int, seed: int) -> None:
 def test_killed_writers_leave_no_corrupt_item(tmp_path):
     max_bytes, order = 20 * 220_000, random.Random(0)
     for seed in range(8):
+        done = [fork.RawValue("i", 0) for _ in range(2)]
         writers = [
-            fork.Process(target=write_forever, args=(tmp_path, max_bytes, 2 * seed + i))
+            fork.Process(target=write_forever, args=(tmp_path, max_bytes, 2 * seed + i, done[i]))
             for i in range(2)
         ]
         for writer in writers:
             writer.start()
-        time.sleep(order.uniform(0.02, 0.08))
+        enough = order.randrange(20, 60)
+        while sum(one.value for one in done) < enough and all(one.is_alive() for one in writers):
+            time.sleep(0.001)
         for writer in writers:
             os.kill(writer.pid, signal.SIGKILL)
             writer.join()
@@ -78,14 +82,18 @@ def test_file_that_is_no_cache_raises(tmp_path):
         Store(tmp_path, 10**6)
 
 
+ITEM = 2 * PAGESIZE + 800
+"""Bytes of an item that needs three pages with its name."""
+
+
 def fill(folder: Path, max_bytes: int, start: int) -> None:
     store = Store(folder, max_bytes)
     for number in range(start, start + 60):
-        put(store, str(number), bytes(9000))
+        put(store, str(number), bytes(ITEM))
 
 
 def test_several_writers_stay_within_one_limit(tmp_path):
-    max_bytes = 40 * 12_288
+    max_bytes = 40 * 3 * PAGESIZE
     writers = [fork.Process(target=fill, args=(tmp_path, max_bytes, 40 * i)) for i in range(3)]
     for writer in writers:
         writer.start()
@@ -94,7 +102,7 @@ def test_several_writers_stay_within_one_limit(tmp_path):
         assert writer.exitcode == 0
     found = Store(tmp_path, max_bytes).statistics()
     assert max_bytes / 2 < found["bytes"] <= max_bytes
-    assert 20 < found["items"] <= max_bytes // 9000
+    assert 20 < found["items"] <= max_bytes // ITEM
 
 
 def test_lru_evicts_the_least_recently_used_and_keep_evicts_nothing(tmp_path):

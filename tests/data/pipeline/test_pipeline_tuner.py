@@ -155,8 +155,14 @@ def fit(tuner, data, model=None, **settings):
     return trainer
 
 
-def test_slow_items_get_workers_and_the_table_is_printed(capsys):
-    data = DataLoader(Sleepy(48, 0.01), batch_size=4)
+def test_slow_items_get_workers_and_the_table_is_printed(capsys, monkeypatch):
+    """A batch takes 10 s without workers, which is simulated."""
+    probe, fetch = tuning.probe, 10.0
+    monkeypatch.setattr(tuning, "probe", lambda *given: (fetch, 0.0, probe(*given)[2]))
+    monkeypatch.setattr(
+        tuning, "time_loader", lambda loader, _, settings, *__: (fetch / settings.workers, 0.9)
+    )
+    data = DataLoader(Rows(48), batch_size=4)
     tuner = lo.DataPipelineTuner(max_workers=2)
     fit(tuner, data)
     assert tuner.chosen.workers == 2
@@ -167,19 +173,21 @@ def test_slow_items_get_workers_and_the_table_is_printed(capsys):
     assert "yes" in printed
     rows = tuner.report().rows
     assert rows[0]["workers"] == 0
-    assert rows[0]["ms a batch"] > 40
+    assert 10_000 <= rows[0]["ms a batch"] < 15_000
     pickle.dumps(tuner)
-    fit(tuner, DataLoader(Rows(), batch_size=4))  # a fast loader, and another run
-    assert tuner.report().rows[0]["ms a batch"] < 40
+    fetch = 1e-6  # a fast loader, and another run
+    fit(tuner, DataLoader(Rows(), batch_size=4))
+    assert tuner.report().rows[0]["ms a batch"] < 5000
 
 
 def test_torch_does_not_warn_about_the_measured_number_of_workers(monkeypatch):
-    workers = (os.cpu_count() or 1) + 1
-    monkeypatch.setattr(Search, "run", choose(LoaderSettings(workers, 2)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(Search, "run", choose(WORKERS))
     data = DataLoader(Rows(), batch_size=4)
     record = Record()
     quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False), record]).fit(Recorded(), data)
-    assert record.workers == {workers}
+    assert record.workers == {2}
     assert "check_worker_number_rationality" not in vars(data)  # after the run it warns again
 
 

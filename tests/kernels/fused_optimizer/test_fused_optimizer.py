@@ -186,6 +186,7 @@ def parameter(**settings: Any) -> nn.Parameter:
     return nn.Parameter(torch.ones(4, 4, **settings))
 
 
+DAMPED = {"momentum": 0.9, "dampening": 0.1}
 CHOICES = {
     "fused": (lambda: Adam([parameter()]), None),
     "derived": (lambda: Inherited([parameter()]), None),
@@ -196,7 +197,10 @@ CHOICES = {
     "chosen": (lambda: Adam([parameter()], fused=False), "fused=False was chosen"),
     "overridden": (lambda: Overridden([parameter()]), "no fused Overridden"),
     "none": (lambda: RMSprop([parameter()]), "no fused RMSprop"),
-    "dampening": (lambda: SGD([parameter()], momentum=0.9, dampening=0.1), "dampening"),
+    "dampening": (
+        lambda: SGD([{"params": [parameter()]}, {"params": [parameter()], **DAMPED}]),
+        "dampening",
+    ),
     "differentiable": (lambda: Adam([parameter()], differentiable=True), "differentiable"),
     "complex": (lambda: Adam([parameter(dtype=torch.complex64)]), "on cpu in torch.complex64"),
     "gaps": (lambda: Adam([nn.Parameter(torch.ones(4, 4)[:, ::2])]), "view with gaps"),

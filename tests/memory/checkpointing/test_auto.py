@@ -194,6 +194,22 @@ class Attention(nn.Module):
         return (self.query(x) @ self.key(x).mT).softmax(-1) @ x
 
 
+def test_larger_batch_keeps_the_limit_of_the_first() -> None:
+    limits = []
+
+    class Limits(ActivationCheckpointing):
+        def on_train_batch_start(self, *given: Any) -> None:
+            super().on_train_batch_start(*given)
+            limits.append(self.step_plan.limit)  # type: ignore[union-attr]
+
+    model = Wide()
+    model.train_dataloader = lambda: DataLoader(  # type: ignore[method-assign]
+        [torch.randn(rows, 64) for rows in (64, 80)], batch_size=None
+    )
+    fit(Limits("auto", budget=0.8), model, max_steps=2)
+    assert limits[0] == limits[1]
+
+
 @pytest.mark.parametrize("worst", [False, True])
 def test_batches_of_two_shapes_stay_within_the_budget(worst: bool) -> None:
     class Sequences(Wide):

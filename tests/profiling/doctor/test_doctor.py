@@ -16,12 +16,15 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.output.report import TOPICS, Verdict
+from lightning_opt.data.pipeline import data_monitor
 from lightning_opt.profiling.doctor import doctor as checks
 from lightning_opt.profiling.doctor.doctor import HINTS
+from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.leaks.leaky import LossList
+from tests.profiling.clock import Clock
 
 MEASURED = ("data", "throughput", "gradients", "stability", "clipping", "convergence", "leaks")
 
@@ -98,10 +101,22 @@ def test_healthy_run_has_no_findings_and_a_leak_is_found(tmp_path):
 
 
 class SlowData(Healthy):
+    """Items take 5 ms, and a step as long as one item, by the given clock."""
+
+    def __init__(self, clock):
+        super().__init__(pause=0.0)
+        self.clock = clock
+
+    def training_step(self, batch, batch_idx):
+        self.clock.spend(0.005)
+        return super().training_step(batch, batch_idx)
+
     def train_dataloader(self):
+        clock = self.clock
+
         class Rows(torch.utils.data.Dataset):
             def __getitem__(self, index):
-                time.sleep(0.005)
+                clock.spend(0.005)
                 return torch.ones(6), torch.ones(1)
 
             def __len__(self):
@@ -110,11 +125,14 @@ class SlowData(Healthy):
         return DataLoader(Rows(), batch_size=4)
 
 
-def test_waiting_for_data_is_found():
+def test_waiting_for_data_is_found(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(data_monitor, "time", clock)
+    monkeypatch.setattr(phase_clock, "perf_counter", clock)
     profiler = lo.StepProfiler(print_table=False)
     assert {verdict.state for verdict in profiler.diagnose()} == {"unknown"}
     callbacks = watchers()
-    diagnosis = lo.doctor(fit(SlowData(pause=0.0), callbacks, profiler=profiler))
+    diagnosis = lo.doctor(fit(SlowData(clock), callbacks, profiler=profiler))
     assert diagnosis["data"].state == "look"
     assert "takes longest" in diagnosis["profile"].finding
     monitor = next(callback for callback in callbacks if isinstance(callback, lo.DataMonitor))
@@ -142,8 +160,12 @@ def test_nonfinite_weights_are_found_without_a_guard():
     verdict = lo.doctor(trainer)["stability"]
     assert verdict.state == "look"
     assert "layer.0.weight and 3 more of the model's tensors are NaN" in verdict.finding
-    # The verdict of a guard without steps does not replace it.
+    # Neither the verdict of a guard without steps replaces it, nor that of one that found nothing.
     trainer.callbacks.append(lo.NonFiniteGuard())
+    assert lo.doctor(trainer)["stability"].state == "look"
+    trainer = fit(model := SmallNet(), [lo.NonFiniteGuard()])
+    assert lo.doctor(trainer)["stability"].state == "ok"
+    torch.nn.init.constant_(model.layer[0].weight, math.nan)
     assert lo.doctor(trainer)["stability"].state == "look"
 
 

@@ -144,6 +144,7 @@ def test_throughput_history_resumes(monkeypatch, tmp_path):
     run(resumed, 8, ckpt_path=file, weights_only=True)
     # The first two steps of each run are not timed, so that one point differs.
     assert len(resumed.state_dict()["throughput"]["whole"]) == 32
+    assert resumed.record.work.steps.count == whole.record.work.steps.count - 48
     assert resumed.fall == whole.fall
     assert whole.state_dict()["warned"]
 

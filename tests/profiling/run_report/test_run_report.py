@@ -5,7 +5,6 @@ import mmap
 import re
 import resource
 import sys
-import time
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -24,12 +23,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
 from lightning_opt.core.output.loggers import log_image
+from lightning_opt.data.pipeline import data_monitor
 from lightning_opt.profiling.run_report import page as page_module
 from lightning_opt.profiling.run_report import run_report
 from lightning_opt.profiling.run_report.pictures import PICTURES, Data, draw, to_svg
 from tests.helpers.models import SmallNet, assert_same_state, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.profiling.clock import Clock
 
 
 class Reader(HTMLParser):
@@ -93,20 +94,27 @@ def pictures(monkeypatch):
 # --- findings and setup --------------------------------------------------------------------------
 
 
+CLOCK = Clock()
+
+
 class Items(Dataset[Any]):
-    """Slow samples whose targets become huge."""
+    """Samples that take 10 ms by the simulated clock, and whose targets become huge."""
 
     def __len__(self) -> int:
         return 160
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
+        CLOCK.spend(0.01)
         generator = torch.Generator().manual_seed(index)
         growth = 1.0 if index < 40 else 1e5
         return torch.randn(6, generator=generator), torch.full((1,), growth)
 
 
 class Troubled(SmallNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        CLOCK.spend(0.01)
+        return super().training_step(batch, batch_idx)
+
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Items(), batch_size=4)
 
@@ -124,6 +132,7 @@ class LimitsMemory(Callback):
 
 
 def _three_problems(folder):
+    data_monitor.time = CLOCK  # type: ignore[assignment]
     callbacks = [
         lo.GradientHealth(every_n_steps=5),
         lo.DataMonitor(every_n_steps=10),
@@ -144,7 +153,7 @@ def test_three_planted_problems_become_three_findings(tmp_path):
     full = advised["Trainer(callbacks=[lo.MicroBatching('auto')])"]
     assert re.match(r"At the peak, memory was (9\d|100)% full: .* \(address space\)", full)
     waits = advised["Trainer(callbacks=[lo.DataPipelineTuner()])"]
-    assert re.match(r"Training waits for data [5-9]\d% of the time", waits)
+    assert re.match(r"Training waits for data 80% of the time", waits)
     assert page.sentence.startswith("Finished after 40 steps in ")
 
 
@@ -335,12 +344,19 @@ def test_failing_report_and_failing_series_are_named_on_the_page(tmp_path, pictu
     assert page.texts("pictures", "p") == [drawing]
 
 
+class Validated(SmallNet):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.step(batch))
+
+
 def test_resumed_run_continues_the_curve(tmp_path):
     first, second = lo.RunReport(), lo.RunReport()
-    trainer = fit(tmp_path / "1", first)
+    trainer = fit(tmp_path / "1", first, model=Validated(), num_sanity_val_steps=1)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     resumed = quiet_trainer(callbacks=[second], default_root_dir=tmp_path / "2", max_epochs=2)
-    resumed.fit(SmallNet(), ckpt_path=tmp_path / "last.ckpt")
+    resumed.fit(Validated(), ckpt_path=tmp_path / "last.ckpt")
+    (validation,) = (k for k in second.state_dict()["sums"] if k.startswith("validation/"))
+    assert list(second.state_dict()["sums"][validation]) == [11, 23]  # not that of the check
     losses = second.state_dict()["sums"]["loss"]
     assert len(losses) == 24
     assert {step: losses[step] for step in first.state_dict()["sums"]["loss"]} == (

@@ -51,7 +51,7 @@ class Collectives(Callback):
         if not self.counts:
             self.start = self.now()
             if dist.get_rank() < self.processes:
-                store_of_all().wait(["ahead"], timedelta(seconds=60))
+                store_of_all().wait(["ahead"], timedelta(days=1))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.counts.append(self.now() - self.start - sum(self.counts))
