@@ -63,6 +63,9 @@ SECONDS = 80.0
 
 AUTO, TOPK = "ddp_compressed", "ddp_topk 1%"
 
+BUCKETS = (8, 25)
+"""``bucket_cap_mb``, compared with ``--buckets``: the default of 8 and 4 bits on a CPU, and DDP's."""
+
 
 class SilentDDP(DDPStrategy):
     """Exchanges nothing, for the time of a step without a network."""
@@ -86,10 +89,13 @@ def candidates() -> dict[str, Any]:
         "fp16": lambda: lo.HookedDDPStrategy("fp16"),
         TOPK: lambda: compressed("topk"),
         "ddp_int8": lambda: compressed("int8"),
-        "ddp_int8, 25 MB": lambda: compressed("int8", bucket_cap_mb=25),
         "ddp_int4": lambda: compressed("int4"),
-        "ddp_int4, 25 MB": lambda: compressed("int4", bucket_cap_mb=25),
         AUTO: lambda: compressed("auto"),
+        **{
+            f"ddp_{name}, {size} MB": partial(compressed, name, bucket_cap_mb=size)
+            for name in ("int8", "int4")
+            for size in BUCKETS
+        },
     }
 
 
@@ -370,13 +376,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seconds", type=float, help="time for rounds on each network")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--only", nargs="+", choices=list(candidates()), default=list(candidates()))
+    parser.add_argument("--only", nargs="+", choices=list(candidates()), default=[])
+    parser.add_argument("--buckets", action="store_true", help="compare sizes of buckets instead")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     own, rest = parser.parse_known_args(argv)
     if own.result is not None:
         run_rank(own)
         return
-    own.only = [name for name in candidates() if name in {"dense", "no exchange", *own.only}]
+    chosen = own.only or [name for name in candidates() if name.endswith(" MB") == own.buckets]
+    own.only = [name for name in candidates() if name in {"dense", "no exchange", *chosen}]
     arguments = parse_arguments(__doc__ or "", rest)
     exit_on_sigterm()
     reason = why_not()
@@ -409,7 +417,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 *failed,
             ]
             title = "A step with 33.6 MB of gradients, compared with plain DDP on the same network"
-            publish("compression", lo.Report(title, rows, notes), arguments, found=raw)
+            name = "compression_buckets" if own.buckets else "compression"
+            publish(name, lo.Report(title, rows, notes), arguments, found=raw)
 
 
 def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
