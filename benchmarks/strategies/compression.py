@@ -64,7 +64,7 @@ SECONDS = 80.0
 AUTO, TOPK = "ddp_compressed", "ddp_topk 1%"
 
 BUCKETS = (8, 25)
-"""``bucket_cap_mb``, compared with ``--buckets``: the default of 8 and 4 bits on a CPU, and DDP's."""
+"""Compared by ``--buckets``: the ``bucket_cap_mb`` of 8 and 4 bits on a CPU, and that of DDP."""
 
 
 class SilentDDP(DDPStrategy):

@@ -106,6 +106,11 @@ def test_unknown_hook_raises():
         HookedDDPStrategy("fp8")
 
 
+class SeesBuckets(SmallNet):
+    def on_train_start(self) -> None:
+        self.bucket_bytes = self.trainer.model.bucket_bytes_cap
+
+
 def _single_process() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         fit(SmallNet(optimizer="LBFGS"), "ddp_topk")
@@ -113,8 +118,15 @@ def _single_process() -> None:
     for model, strategy in zip(models, ("ddp", "ddp_topk"), strict=True):
         fit(model, strategy)
     assert_same_weights(*models, rtol=0)
+    for size, given, settings in (
+        (8, "int8", {}),
+        (25, "topk", {}),
+        (3, "int4", {"bucket_cap_mb": 3}),
+    ):
+        fit(model := SeesBuckets(), CompressedDDPStrategy(given, **settings))
+        assert model.bucket_bytes == size * 2**20
 
 
 @pytest.mark.distributed
-def test_single_process_trains_like_ddp_and_lbfgs_raises():
+def test_single_process_trains_like_ddp_lbfgs_raises_and_few_bits_get_small_buckets():
     launch(_single_process, processes=1)
