@@ -21,10 +21,11 @@ from lightning_opt.kernels.runtime.runtime import Runtime
 from lightning_opt.memory.cleanup.memory_cleanup import MemoryCleanup
 from lightning_opt.memory.garbage.garbage_collection import GarbageCollection
 from lightning_opt.presets.preset import Preset
-from lightning_opt.presets.situation import Situation, as_list
+from lightning_opt.presets.situation import Situation
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.trainer.lightning import Precision
+from lightning_opt.worker.recipes import as_list
 
 
 def basic() -> Preset:

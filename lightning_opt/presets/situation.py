@@ -11,13 +11,7 @@ from typing import Any
 import torch
 
 from lightning_opt.trainer.lightning import PACKAGES, Accelerator, ModelParallelStrategy
-
-
-def as_list(given: Any) -> list[Any]:
-    """Return a Trainer argument's callbacks or plugins as a list."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+from lightning_opt.worker.recipes import as_list
 
 
 def class_names(given: Any) -> list[str]:
@@ -89,11 +83,8 @@ class Situation:
         if given == "auto":
             return "ddp" if self.processes > 1 else "single"
         if isinstance(given, ModelParallelStrategy):  # "auto" means all processes of a machine
-            return (
-                "fsdp2"
-                if getattr(given, "_tensor_parallel_size", "auto") == 1
-                else "tensor_parallel"
-            )
+            size = getattr(given, "_tensor_parallel_size", "auto")
+            return "fsdp2" if size == 1 else "tensor_parallel"
         names = given if isinstance(given, str) else " ".join(class_names(given))
         kinds = {"deepspeed": "deepspeed", "fsdp": "fsdp1", "ddp": "ddp", "diloco": "ddp"}
         kinds["single"] = "single"

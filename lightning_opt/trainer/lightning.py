@@ -101,7 +101,6 @@ FSDPStrategy = _both(pl.strategies.FSDPStrategy)
 ModelParallelStrategy = _both(pl.strategies.ModelParallelStrategy)
 ParallelStrategy = _both(pl.strategies.ParallelStrategy)
 SingleDeviceStrategy = _both(pl.strategies.SingleDeviceStrategy)
-Strategy = _both(pl.strategies.Strategy)
 MultiProcessingLauncher = _both(pl.strategies.launchers._MultiProcessingLauncher)
 
 Accelerator = _both(pl.accelerators.Accelerator)
@@ -175,7 +174,6 @@ Closure = pl.loops.optimization.automatic.Closure
 ClosureResult = pl.loops.optimization.automatic.ClosureResult
 GradClipAlgorithmType = pl.utilities.GradClipAlgorithmType
 is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
-isolate_rng = pl.utilities.seed.isolate_rng
 optimizer_handles_unscaling = pl.plugins.precision.amp._optimizer_handles_unscaling  # type: ignore[attr-defined]
 prepare_for_backward = pl.overrides.distributed.prepare_for_backward  # type: ignore[attr-defined]
 seed_everything = pl.seed_everything

@@ -99,8 +99,7 @@ class TuneResult:
         Args:
             more: Further arguments. ``callbacks`` and ``plugins`` are added, others replaced.
         """
-        settings = as_mapping(self.space.settings(self.switches, more))
-        return {name: instantiate(value) for name, value in settings.items()}
+        return dict(instantiate(as_mapping(self.space.settings(self.switches, more))))
 
     @property
     def settings(self) -> dict[str, Any] | None:

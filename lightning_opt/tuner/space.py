@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.tuner.probe import Facts
-from lightning_opt.worker.recipes import Settings, as_mapping
+from lightning_opt.worker.recipes import Settings, as_list, as_mapping
 
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
 
@@ -234,12 +234,6 @@ def join(parts: Iterable[Settings]) -> dict[str, Any]:
         for name, value in part.items():
             joined[name] = [*joined.get(name, []), *as_list(value)] if name in LISTS else value
     return joined
-
-
-def as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def class_names(settings: Mapping[str, Any]) -> set[str]:

@@ -22,7 +22,6 @@ from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.trainer.lightning import (
     BaseCallback,
-    Callback,
     Checkpoint,
     EarlyStopping,
     LightningDataModule,
@@ -31,7 +30,7 @@ from lightning_opt.trainer.lightning import (
     package_of,
     seed_everything,
 )
-from lightning_opt.worker.recipes import Factory, Settings, as_mapping, instantiate, make
+from lightning_opt.worker.recipes import Factory, Settings, as_list, as_mapping, instantiate, make
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -90,7 +89,7 @@ class StepGate(BaseCallback):
         self.started = False
         self._exchange = exchange
         self._block_steps = 0
-        self._clock: StepClock | None = None
+        self._clock: StepClock
         self._group: Any = None
         self._losses: list[Any] = []
         self._samples: list[int] = []
@@ -113,7 +112,6 @@ class StepGate(BaseCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        assert self._clock is not None
         self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
         self._samples.append(samples_in(batch, default=1) * data_ranks(trainer))
         block_ended = len(self._losses) == self._block_steps
@@ -128,7 +126,6 @@ class StepGate(BaseCallback):
         """Return the steps since the last call."""
         if not self._losses:
             return []
-        assert self._clock is not None
         device = trainer.strategy.root_device
         seconds = self._clock.read(wait=True)
         if device.type not in ("cpu", "cuda"):
@@ -141,7 +138,6 @@ class StepGate(BaseCallback):
         return steps
 
     def _start_block(self, trainer: pl.Trainer) -> None:
-        assert self._clock is not None
         with _children_suspended():
             taken = self.take_steps(trainer)
             steps = self._exchange(trainer, taken) if trainer.is_global_zero else 0
@@ -212,11 +208,10 @@ def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
     Checkpoint callbacks are removed if checkpoints are disabled. Early stopping is removed if there
     is no validation.
     """
-    given = arguments.pop("callbacks", None) or []
     required = {Checkpoint: "enable_checkpointing", EarlyStopping: "limit_val_batches"}
     kept = [
         callback
-        for callback in ([given] if isinstance(given, Callback) else given)
+        for callback in as_list(arguments.pop("callbacks", None))
         if all(arguments.get(name) for base, name in required.items() if isinstance(callback, base))
     ]
     return [*kept, _LenientSchedulers()]

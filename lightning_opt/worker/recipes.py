@@ -50,6 +50,13 @@ def check_settings(name: str, given: Any) -> Any:
     return dict(given) if isinstance(given, Mapping) else check_factory(name, given)
 
 
+def as_list(given: Any) -> list[Any]:
+    """Return a Trainer argument's callbacks or plugins as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
 def make(name: str, factory: Factory) -> Any:
     """Import the factory, if it is a path, and call it."""
     function = import_attribute(factory) if isinstance(factory, str) else factory

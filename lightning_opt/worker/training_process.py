@@ -31,8 +31,6 @@ from lightning_opt.worker.child import (
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 
-__all__ = ["FitFailed", "Step", "TrainingProcess"]
-
 GRACE_SECONDS = 5.0
 """Seconds to wait for a run to clean up after a request to end, and to exit after a kill."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,8 +24,8 @@ from lightning_opt.batching.loader_sizes import (
 )
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.splitting import Splitter
-from lightning_opt.core.arguments import check_at_least
-from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.arguments import check_at_least, check_one_of
+from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import data_ranks, flat_parameter_groups, step_groups
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
@@ -92,7 +91,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    not_pickled = ("_trainer", "_stack", "_split_check", "_make_step", "_make_zero_grad")
+    not_pickled = ("_trainer", "_split_check", "_make_step", "_make_zero_grad")
 
     def __init__(
         self,
@@ -106,15 +105,13 @@ class Accumulation(RunCallback):
                 "Accumulation takes schedule or effective_batch, not both: got "
                 f"{schedule!r} and {effective_batch!r}."
             )
-        if normalize not in UNITS:
-            raise ValueError(f"normalize must be one of {UNITS}, got {normalize!r}.")
+        self.normalize: str = check_one_of("normalize", normalize, UNITS)
         if normalize == "tokens" and count is None:
             raise ValueError(
                 "normalize='tokens' needs count=..., a function of the batch "
                 "that returns how many tokens its loss is a mean over, such as "
                 "`lambda batch: (batch['labels'][:, 1:] != -100).sum()`."
             )
-        self.normalize: str = normalize
         self.effective_batch = effective_batch
         self.schedule = None if schedule is None else windows_by_step(schedule)
         self.accumulates_by = "schedule" if schedule is not None else ""
@@ -125,7 +122,7 @@ class Accumulation(RunCallback):
         loss = "mean_over_samples" if count is None else "mean_over_tokens"
         self._splitter = Splitter(None, loss, self._count)
         self._trainer: pl.Trainer | None = None
-        self._stack: ExitStack | None = None
+        self._stack = Patches()
         self._make_step: Any = None  # set while training
         self._make_zero_grad: Any = None
         self._split_check: SplitCheck | None = None
@@ -150,7 +147,7 @@ class Accumulation(RunCallback):
         self.release(trainer)
         counts = self._count is not None or self.normalize != "batches"
         _check(trainer, pl_module, counts, sets_length=bool(self.accumulates_by))
-        self._trainer, self._stack = trainer, ExitStack()
+        self._trainer = trainer
         if not self.accumulates_by:
             return
         self._stack.enter_context(replaced(trainer, accumulate_grad_batches=1))
@@ -158,7 +155,13 @@ class Accumulation(RunCallback):
             # Makes `estimated_stepping_batches` correct for a fixed number of batches.
             trainer.accumulate_grad_batches = self._batches_at(0)
         else:
-            self._stack.enter_context(intercepted_loaders(trainer, self._set_length_from))
+            samples = self.effective_batch
+
+            def set_length(loader: Any) -> None:
+                ranks = data_ranks(trainer)
+                trainer.accumulate_grad_batches = batches_for(samples, loader, ranks)
+
+            self._stack.enter_context(intercepted_loaders(trainer, set_length))
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Reset the state of another model."""
@@ -168,14 +171,6 @@ class Accumulation(RunCallback):
         assert self.schedule is not None
         entries = reversed(self.schedule.items())
         return next((batches for first_step, batches in entries if first_step <= step), 1)
-
-    def _set_length_from(self, loader: Any) -> None:
-        trainer = self._trainer
-        assert trainer is not None
-        assert self.effective_batch is not None
-        trainer.accumulate_grad_batches = batches_for(
-            self.effective_batch, loader, data_ranks(trainer)
-        )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise for LBFGS."""
@@ -202,7 +197,6 @@ class Accumulation(RunCallback):
             self._split_check = SplitCheck(self._splitter, runs_parts=False)
         self._make_step = optimization._make_step_fn
         self._make_zero_grad = optimization._make_zero_grad_fn
-        assert self._stack is not None
         self._stack.enter_context(replaced(loop, _accumulated_batches_reached=self._is_complete))
         self._stack.enter_context(
             replaced(optimization, _make_step_fn=self._step_fn, _make_zero_grad_fn=self._zero_fn)
@@ -228,7 +222,7 @@ class Accumulation(RunCallback):
         elif self.normalize == "batches":
             self._batch_weight = 1.0
         else:
-            self._batch_weight = count_samples(self._splitter, batch, has_several_loaders(trainer))
+            self._batch_weight = count_samples(batch, self._splitter.several_loaders)
         if self._first_weight == 0.0:  # equal on all ranks; set once per run
             total, world = self._sum_over_ranks(trainer, self._batch_weight)
             self._first_weight = float(total) / world or 1.0
@@ -327,10 +321,8 @@ class Accumulation(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore Lightning's window and drop the references to the run."""
-        if self._stack is not None:
-            self._stack.close()
-        self._stack = self._make_step = self._make_zero_grad = None
-        self._split_check = None
+        self._stack.close()
+        self._make_step = self._make_zero_grad = self._split_check = None
         self._trainer, self._parameters, self._flat = None, [], {}
         self._batch_weight = 1.0
         self._restored_gradients = {}

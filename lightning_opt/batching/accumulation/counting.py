@@ -11,9 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_opt.batching.loader_sizes import batch_size_of
-from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least
-from lightning_opt.core.modules.batches import UnsplittableBatchError
+from lightning_opt.core.modules.batches import UnsplittableBatchError, read_batch
 from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_over
 from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
@@ -50,14 +49,14 @@ def batches_for(effective_batch: int, loader: Any, ranks: int) -> int:
     return batches
 
 
-def count_samples(splitter: Splitter, batch: Any, several: bool) -> float:
+def count_samples(batch: Any, several: bool) -> float:
     """Return the number of samples; with several loaders, the sum over their batches."""
     batches = [batch]
     if several:  # an exhausted loader's entry is None
         entries = batch.values() if isinstance(batch, Mapping) else batch
         batches = [entry for entry in entries if entry is not None]
     try:
-        return float(sum(splitter.count_samples(entry) for entry in batches))
+        return float(sum(read_batch(entry).samples for entry in batches))
     except UnsplittableBatchError as error:
         raise UnsplittableBatchError(
             f"Accumulation(normalize='samples') cannot count the samples: {error} Or give "

@@ -6,7 +6,6 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -21,7 +20,7 @@ from lightning_opt.batching.loader_sizes import (
     set_batch_size,
 )
 from lightning_opt.core.arguments import check_at_least, check_between, check_one_of, check_positive
-from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -87,7 +86,7 @@ class DynamicBatchSize(RunCallback):
 
     only_one = True
     runs_in_trials = False
-    not_pickled = ("_trainer", "_stack")
+    not_pickled = ("_trainer",)
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class DynamicBatchSize(RunCallback):
         self.find: str = find
         self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
         self._trainer: pl.Trainer | None = None
-        self._stack: ExitStack | None = None
+        self._stack = Patches()
         self._reset()
 
     def _reset(self) -> None:
@@ -137,7 +136,6 @@ class DynamicBatchSize(RunCallback):
         self._trainer, self._accumulation = trainer, int(trainer.accumulate_grad_batches)
         if self.size is None and not _is_resuming(trainer):
             self._search(trainer, pl_module)
-        self._stack = ExitStack()
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
         self._settings = {name: getattr(trainer, name) for name in names}
         self._stack.enter_context(replaced(trainer, **self._settings))
@@ -199,7 +197,6 @@ class DynamicBatchSize(RunCallback):
             return
         scale = 1.0
         if self.scale_lr is not None:
-            assert self._stack is not None
             scale = SCALE_RULES[self.scale_lr](self.size / self._initial)
             self._stack.callback(_ScaledRates(trainer.optimizers, scale).close)
         values = {
@@ -222,9 +219,8 @@ class DynamicBatchSize(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore loaders, learning rates and the Trainer."""
-        if self._stack is not None:
-            self._stack.close()
-        self._stack = self._trainer = None
+        self._stack.close()
+        self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size, the loader's own size and the samples per step."""

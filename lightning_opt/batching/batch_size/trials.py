@@ -38,13 +38,13 @@ from lightning_opt.core.measure.exhaustion import (
 )
 from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.patching import do_nothing, replaced
+from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.trainer.lightning import (
     PACKAGES,
     BaseCallback,
     DDPStrategy,
     ParallelStrategy,
-    isolate_rng,
     package_of,
 )
 from lightning_opt.trainer.run_callback import RunCallback
@@ -274,7 +274,7 @@ class Trials:
         length, worst_batch = (TIMED_TRIAL, None) if timed else (MEMORY_TRIAL, self._worst_batch)
         probe = TrialCallback(size, length, self._budget, worst_batch)
         with ExitStack() as stack:
-            stack.enter_context(isolate_rng())
+            stack.enter_context(isolated_random(device))
             lightning_log = rank_zero.log
             stack.callback(lightning_log.setLevel, lightning_log.level)
             lightning_log.setLevel(logging.WARNING)  # hides messages that each trial repeats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn import SyncBatchNorm
@@ -15,7 +14,8 @@ from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
 from lightning_opt.batching.micro_batching.ranks import DDPRanks, GlooRanks, Ranks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
 from lightning_opt.batching.splitting import LOSSES, Splitter
-from lightning_opt.core.arguments import check_at_least
+from lightning_opt.core.arguments import check_at_least, check_one_of
+from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -87,7 +87,6 @@ class MicroBatching(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_stack",)
 
     def __init__(
         self,
@@ -100,8 +99,7 @@ class MicroBatching(RunCallback):
         self.size = size if size == "auto" else check_at_least("size", size, 1)
         self.runs_in_trials = size != "auto"  # a trial must receive out-of-memory errors
         self.regrow_every = check_at_least("regrow_every", regrow_every, 1)
-        if loss not in LOSSES:
-            raise ValueError(f"loss must be one of {LOSSES}, got {loss!r}.")
+        check_one_of("loss", loss, LOSSES)
         if (loss == "mean_over_tokens") != (count is not None):
             raise ValueError(
                 f"loss='mean_over_tokens' needs count=..., a function of the batch such as "
@@ -109,7 +107,7 @@ class MicroBatching(RunCallback):
                 f"got loss={loss!r} and count={count!r}."
             )
         self._splitter = Splitter(split, loss, count)
-        self._stack: ExitStack | None = None
+        self._stack = Patches()
         self._sizes = LearnedSizes(self.regrow_every)
 
     @property
@@ -159,7 +157,6 @@ class MicroBatching(RunCallback):
             device = trainer.strategy.root_device
             sizes = PlannedSizes(self._sizes, device, self.regrow_every, trainer.global_step)
         self._splitter.several_loaders = has_several_loaders(trainer)
-        self._stack = ExitStack()
         self._stack.callback(ranks.close)
         BatchRunner(trainer, pl_module, self._splitter, sizes, ranks, self._stack)
 
@@ -211,9 +208,8 @@ class MicroBatching(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore Lightning's closure and drop the references to the run."""
-        if self._stack is not None:
-            self._stack.close()
-        self._stack = self._sizes.unlogged = None
+        self._stack.close()
+        self._sizes.unlogged = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the learned sizes and the events as plain types."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.core.modules.sharding import gather_objects, largest_over_ranks
 from lightning_opt.trainer.lightning import prepare_for_backward
 
 Backward = Callable[[], None]
@@ -146,10 +146,8 @@ class DDPRanks(GlooRanks):
         return parts if max_parts == parts else min(max_parts, max(parts, count_samples()))
 
     def gather(self, item: Any) -> list[Any]:
-        items: list[Any] = [None] * dist.get_world_size(self._group)
         with _explain_errors():
-            dist.all_gather_object(items, item, group=self._group)
-        return items
+            return gather_objects(item, (self._group,))
 
     def begin_batch(self, largest_part: tuple[str, int, int] | None) -> None:
         self._cautious_batches -= 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,23 +39,14 @@ class Usage:
 
 
 def process_memory() -> tuple[int, int]:
-    try:
-        with open(_STATM, "rb") as file:  # noqa: PTH123 - pathlib takes twice as long
-            virtual, resident = file.read().split()[:2]
-            return int(resident) * _PAGE, int(virtual) * _PAGE
-    except OSError:
-        import psutil
+    import psutil
 
-        memory = psutil.Process().memory_info()
-        return memory.rss, memory.vms
+    memory = psutil.Process().memory_info()
+    return memory.rss, memory.vms
 
 
 def resident_memory() -> int:
     return process_memory()[0]
-
-
-_STATM = "/proc/self/statm"
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def _status_bytes(field: str) -> int:
@@ -199,7 +189,6 @@ class PeakMeter:
         self._counter = str(device) if device.type == "cuda" else "process"
         if self._counter == "cuda":
             self._counter = f"cuda:{torch.cuda.current_device()}"
-        self._largest = 0
         self.samples = False
         self.start()
         self._running.add(self)
@@ -302,13 +291,12 @@ def _heap_reader() -> Callable[[], MallocInfo] | None:
     return read if grown >= probe.numel() // 2 else None
 
 
-def malloc_trim() -> bool | None:
-    """Return the heap's free pages to the system; None if the C library cannot do that."""
+def malloc_trim() -> None:
+    """Return the heap's free pages to the system, if the C library can do that."""
     function = libc_function("malloc_trim")
-    if function is None:
-        return None
-    function.argtypes = [ctypes.c_size_t]
-    return bool(function(0))
+    if function is not None:
+        function.argtypes = [ctypes.c_size_t]
+        function(0)
 
 
 @functools.cache

@@ -121,7 +121,6 @@ def time_calls(
     function: Callable[[], object], calls: int = 1, device: torch.device | str = "cpu"
 ) -> float:
     """Return the seconds of one call, the mean of ``calls``; waits for the device at both ends."""
-    device = torch.device(device)
     wait_for(device)
     start = time.perf_counter()
     for _ in range(calls):

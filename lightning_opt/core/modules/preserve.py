@@ -96,7 +96,7 @@ class StepState:
         bytes_ = tensor.numel() * tensor.element_size()  # `nbytes` fails for sparse tensors
         copied = bytes_ <= (limit if may_write else limit_unwritten) and not tensor.is_inference()
         copy = tensor.detach().clone() if copied else None
-        self._tensors.append(_SavedTensor(place, name, tensor, _version(tensor), copy))
+        self._tensors.append(_SavedTensor(place, name, tensor, version_of(tensor), copy))
 
     def _save_attributes(
         self, attributes: dict[str, Any], visited: set[int], depth: int = 0
@@ -189,7 +189,7 @@ class _SavedTensor(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        return _version(self.tensor) != self.version
+        return version_of(self.tensor) != self.version
 
     def is_written(self) -> bool:
         """Return whether the tensor has changed, even by ``.data``, which hides the write."""
@@ -198,9 +198,9 @@ class _SavedTensor(NamedTuple):
         return self.changed or not torch.equal(self.copy, self.tensor)
 
 
-def _version(tensor: Tensor) -> int:
-    # Inference tensors (from validation) have no version, and training cannot write them.
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(value: Any) -> int:
+    """Return a tensor's version; 0 for other values, and for tensors of inference."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 @contextmanager

@@ -122,6 +122,15 @@ def largest_over_ranks(
     return largest.tolist()
 
 
+def gather_objects(value: Any, groups: Groups) -> list[Any]:
+    """Return the value of every rank, in order. A collective if there are several ranks."""
+    if not groups:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(groups[0])
+    dist.all_gather_object(values, value, group=groups[0])
+    return values
+
+
 class CustomExchange:
     """Base of strategies that exchange something other than each step's gradients.
 

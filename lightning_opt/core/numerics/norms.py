@@ -232,3 +232,15 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
     for index, tensor in enumerate(tensors):
         indices.setdefault((tensor.device, tensor.dtype), []).append(index)
     return indices
+
+
+def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device."""
+    parts = {name: as_real(local_part(tensor.detach())) for name, tensor in tensors.items()}
+    floating = {n: t for n, t in parts.items() if t.is_floating_point() and t.numel()}
+    if not floating:
+        return []
+    # A maximum propagates NaN. Unlike a sum of squares it cannot overflow.
+    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in floating.values()]
+    flags = torch.stack([torch.isfinite(value).to(largest[0].device) for value in largest])
+    return [name for name, finite in zip(floating, flags.tolist(), strict=True) if not finite]

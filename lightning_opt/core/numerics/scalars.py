@@ -38,13 +38,6 @@ def where(condition: Condition, value: Scalar, other: Scalar) -> Scalar:
     return value if condition else other
 
 
-def minimum(value: Scalar, other: Scalar) -> Scalar:
-    """Return the smaller of two floats, or of two tensors."""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.minimum(value, other)
-    return min(value, other)
-
-
 class DeviceCache:
     """Constants and buffers of a statistic on a device. Checkpoints omit them."""
 

@@ -55,7 +55,7 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as strict JSON; numbers that are not finite become null."""
-        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
+        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False)
 
     def to_markdown(self) -> str:
         """Return the report as a markdown table."""
@@ -122,13 +122,13 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

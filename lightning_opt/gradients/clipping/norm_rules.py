@@ -23,7 +23,7 @@ from lightning_opt.core.arguments import (
     check_positive,
 )
 from lightning_opt.core.numerics.norms import GradientStep
-from lightning_opt.core.numerics.scalars import DeviceCache, Scalar, constant, minimum, where
+from lightning_opt.core.numerics.scalars import DeviceCache, Scalar, constant, where
 from lightning_opt.core.numerics.statistics import LogBand, State, Window
 
 
@@ -169,7 +169,7 @@ class MeanStd(NormRule):
         self._norms.place(state, norm)
         usual = self._norms.mean_plus_std(state, self.k)
         threshold = where(state["count"] < self.warmup, math.inf, usual)
-        kept = minimum(norm, threshold) if self.history == "clipped" else norm
+        kept = where(norm > threshold, threshold, norm) if self.history == "clipped" else norm
         self._norms.update(state, kept)
         return threshold
 

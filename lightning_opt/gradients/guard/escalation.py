@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from lightning_opt.core.arguments import check_at_least, check_one_of
+from lightning_opt.core.arguments import check_at_least, check_one_of, check_share
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.numerics.scalars import Condition, to_plain
@@ -53,8 +53,7 @@ class Escalation:
         max_consecutive: int = 10,
         lr_backoff: float = 0.5,
     ) -> None:
-        if isinstance(lr_backoff, bool) or not 0.0 < lr_backoff <= 1.0:
-            raise ValueError(f"lr_backoff must be above 0 and at most 1, got {lr_backoff!r}.")
+        self.lr_backoff = check_share("lr_backoff", lr_backoff)
         self.policy = check_one_of("policy", policy, ("skip", "rollback", "raise"))
         self.backoff_after = check_at_least("backoff_after", backoff_after, 1)
         self.rollback_after = check_at_least("rollback_after", rollback_after, 1)
@@ -64,7 +63,6 @@ class Escalation:
                 f"rollback_after ({rollback_after}) must be below max_consecutive "
                 f"({max_consecutive}): the run would stop before it is rolled back."
             )
-        self.lr_backoff = lr_backoff
         self.reset()
 
     def reset(self) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_opt.core.modules.sharding import Groups, local_part, step_groups
-from lightning_opt.core.numerics.norms import GradientNorms, as_real
+from lightning_opt.core.modules.sharding import Groups, gather_objects, step_groups
+from lightning_opt.core.numerics.norms import GradientNorms, nonfinite_names
 from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
 from lightning_opt.gradients.guard.escalation import Action
 
@@ -94,29 +93,8 @@ class DamageDetector:
         bad, buffers = nonfinite_names(tensors), {name for name, _ in module.named_buffers()}
         self._intended |= set(bad) & (buffers - self._checked)
         self._checked.update(buffers)
-        per_rank = _gather([name for name in bad if name not in self._intended], groups)
+        per_rank = gather_objects([name for name in bad if name not in self._intended], groups)
         return list(dict.fromkeys(name for names in per_rank for name in names))
-
-
-def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device."""
-    parts = {name: as_real(local_part(tensor.detach())) for name, tensor in tensors.items()}
-    floating = {n: t for n, t in parts.items() if t.is_floating_point() and t.numel()}
-    if not floating:
-        return []
-    # A maximum propagates NaN. Unlike a sum of squares it cannot overflow.
-    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in floating.values()]
-    flags = torch.stack([torch.isfinite(value).to(largest[0].device) for value in largest])
-    return [name for name, finite in zip(floating, flags.tolist(), strict=True) if not finite]
-
-
-def _gather(value: Any, groups: Groups) -> list[Any]:
-    """Return the value of every rank, in order. A collective if there are several ranks."""
-    if not groups:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(groups[0])
-    dist.all_gather_object(values, value, group=groups[0])
-    return values
 
 
 @dataclass(slots=True)
@@ -214,7 +192,7 @@ def record_events(
     """
     groups = step_groups(trainer)
     own = [fault.event(names, damaged, trainer.global_rank) for fault in faults]
-    events = [_merge(per_rank) for per_rank in zip(*_gather(own, groups), strict=True)]
+    events = [_merge(per_rank) for per_rank in zip(*gather_objects(own, groups), strict=True)]
     if not groups or dist.get_rank(groups[0]) == 0:
         for event in events:
             if is_first or event["action"] != "skip":

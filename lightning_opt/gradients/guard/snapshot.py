@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.sharding import CustomExchange, is_dtensor, local_part
 from lightning_opt.core.numerics.norms import by_kind
 from lightning_opt.core.numerics.scalars import Condition
@@ -204,5 +205,4 @@ def _leaf_back(saved: Any, live: Any, like: Tensor | None) -> Any:
 def _wait(tensors: Iterable[Tensor]) -> None:
     """Wait for asynchronous copies between host and device."""
     for device in {tensor.device for tensor in tensors}:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        wait_for(device)

@@ -68,8 +68,7 @@ class OptimizerHealth:
         self.pending: tuple[list[str], Tensor, UpdateProbe] | None = None
         self._persistence = Persistence()
         self._streak = 0  # consecutive non-finite steps
-        self.steps = self.reported_step = 0
-        self.nonfinite = self.overflows = 0
+        self.steps = self.reported_step = self.nonfinite = self.overflows = 0
         self.layers: list[LayerStats] = []
         self.issues: list[Issue] = []
         self.timeline: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_opt.core.arguments import check_at_least, check_positive
+from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.modules.blocks import Block, find_blocks
 from lightning_opt.core.modules.compiling import (
@@ -141,8 +141,7 @@ class ActivationCheckpointing(RunCallback):
         offload: bool = False,
         worst_batch: Any = None,
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}.")
+        check_one_of("policy", policy, POLICIES)
         _raise_if_unused(policy, ("block", "every_nth"), interval=interval)
         _raise_if_unused(policy, ("selective",), min_flops=min_flops)
         _raise_if_unused(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_opt.core.modules.preserve import ALWAYS_COPIED_BYTES
+from lightning_opt.core.modules.preserve import ALWAYS_COPIED_BYTES, version_of
 from lightning_opt.core.modules.state_kinds import INTERNALS, PLAIN, has_user_state
 
 # The number of a submodule, and the name of its buffer or attribute.
@@ -44,7 +44,7 @@ class Saved(NamedTuple):
         if place.get(name) is not value:
             return True
         if isinstance(value, Tensor):
-            return _version(value) != self.version
+            return version_of(value) != self.version
         return _items(value) != _items(self.copy)
 
     def has_other_values(self) -> bool:
@@ -59,7 +59,7 @@ class Saved(NamedTuple):
         """
         if self.copy is not None:
             return self.copy
-        if _version(self.entry.value) != self.version:
+        if version_of(self.entry.value) != self.version:
             raise RuntimeError(
                 f"{module} writes to its buffer {self.entry.name!r}, which it did not write in "
                 "its first run, so it cannot be recomputed. Leave the block out of "
@@ -109,7 +109,9 @@ class WrittenState:
 
         Large tensors that the first run has not written are not copied.
         """
-        return [Saved(entry, _version(entry.value), self._copy(entry)) for entry in self._entries()]
+        return [
+            Saved(entry, version_of(entry.value), self._copy(entry)) for entry in self._entries()
+        ]
 
     def _copy(self, entry: Entry) -> Any:
         may_write = self._written is None or entry.key in self._written
@@ -171,11 +173,6 @@ def _is_state(name: str, value: Any) -> bool:
 
 def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
-
-
-def _version(value: Any) -> int:
-    # Inference tensors (from validation) have no version.
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _copied(value: Any) -> Any:

@@ -15,7 +15,7 @@ from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.measure.timing import rotated, take_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs
-from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.report import Report, finite
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
@@ -170,7 +170,7 @@ class Comparison(Measured):
             name: [
                 {
                     "seconds": [[s.seconds for s in turn] for turn in t.turns.values()],
-                    "losses": [_finite(s.loss) for s in t.steps],
+                    "losses": [finite(s.loss) for s in t.steps],
                 }
                 for t in run.trainings
             ]
@@ -184,10 +184,6 @@ class Comparison(Measured):
         return json.dumps(content, indent=2)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _losses_after_equal_steps(runs: Mapping[str, Run]) -> dict[str, float | None]:
     """Return each run's loss at the last step that all runs have reached."""
     found: dict[str, list[float]] = {name: [] for name in runs}
@@ -196,7 +192,7 @@ def _losses_after_equal_steps(runs: Mapping[str, Run]) -> dict[str, float | None
         last = slice(count - max(1, min(MAX_SMOOTHED, count // 4)), count)
         for name, training in zip(runs, trainings, strict=True):
             found[name].append(statistics.fmean(step.loss for step in training.steps[last]))
-    return {name: _finite(statistics.fmean(values)) for name, values in found.items() if values}
+    return {name: finite(statistics.fmean(values)) for name, values in found.items() if values}
 
 
 def compare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -16,7 +15,7 @@ import lightning_opt
 from lightning_opt.core.measure.machine import why_no_bf16
 from lightning_opt.core.measure.memory import MB, peak_usage
 from lightning_opt.core.modules.compiling import has_compiled_parts
-from lightning_opt.core.modules.sharding import local_part
+from lightning_opt.core.numerics.norms import nonfinite_names
 from lightning_opt.core.output.report import TOPICS, Report, State, Verdict
 
 if TYPE_CHECKING:
@@ -260,12 +259,7 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
     if module is None:
         return None
     # Check only this process's shards. A collective would hang if only some ranks call this.
-    bad = [
-        name
-        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers())
-        if tensor.is_floating_point()
-        and not bool(torch.isfinite(local_part(tensor.detach())).all())
-    ]
+    bad = nonfinite_names(dict(module.named_parameters()) | dict(module.named_buffers()))
     if not bad:
         return None  # only a guard can count bad steps
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""

@@ -117,8 +117,7 @@ class PerformanceMonitor(RunCallback):
     def _reset_run(self) -> None:
         """Reset the per-run state."""
         self.record = Record()
-        self._steps_of_run = 0
-        self._window_start = 0
+        self._steps_of_run = self._window_start = 0
         self._amounts: deque[tuple[int, int]] = deque()
         self._losses = LossHistory(self.record.losses, delay=1)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_opt.core.modules.batches import samples_in, tokens_in
 from lightning_opt.core.modules.compiling import has_compiled_parts, hooks_are_compiled
 from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.sharding import gather_objects
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps import phase_clock as phases
@@ -159,12 +160,7 @@ class StepRun:
         if self.measures.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
         busy = self.clock.busy / max(1, self.clock.work.steps.count)
-        device = self.trainer.strategy.root_device
-        own = torch.tensor([busy], dtype=torch.float64, device=device)
-        gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own)
-        # `tolist` waits for the device, once per fit.
-        self.measures.ranks = torch.cat(gathered).tolist()
+        self.measures.ranks = gather_objects(busy, (dist.group.WORLD,))
 
     def _log(self) -> None:
         seconds, window_totals = self.clock.end_window()

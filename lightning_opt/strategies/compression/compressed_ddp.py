@@ -21,11 +21,7 @@ from lightning_opt.strategies.compression.choice import (
     Ramp,
     Scheme,
 )
-from lightning_opt.strategies.compression.hook import (
-    CompressedReduction,
-    cast_bucket,
-    reduce_bucket,
-)
+from lightning_opt.strategies.compression.hook import CompressedReduction, cast_bucket
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.lightning import BaseDDPStrategy, is_overridden
@@ -171,7 +167,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             may_skip=model.find_unused_parameters and not model.static_graph,
         )
         self._undo.callback(self._reduction.close)
-        model.register_comm_hook(self._reduction, reduce_bucket)
+        model.register_comm_hook(self._reduction, CompressedReduction.reduce)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Create the optimizers, and check them and the callbacks."""

@@ -156,9 +156,9 @@ class CompressedReduction:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def reduce(self, grad_bucket: GradBucket) -> Future[Tensor]:
-        gradient = grad_bucket.buffer()
-        if grad_bucket.index() == 0:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        gradient = bucket.buffer()
+        if bucket.index() == 0:
             self._begin_step()
         scheme = self._scheme
         if gradient.layout is not torch.strided:  # sparse gradients of embeddings are small
@@ -168,18 +168,18 @@ class CompressedReduction:
         if isinstance(scheme, Compressor):
             if scheme.late:
                 self._clip(gradient, self._scale)
-            exchange = self._add_to_residual(grad_bucket, scheme).exchange
+            exchange = self._add_to_residual(bucket, scheme).exchange
             assert exchange is not None
             record_arrival = self.traffic.record_launch(exchange.sent_bytes, dense, gradient.device)
             future = exchange.start(gradient, self._scale)
         else:
             if self.buckets.may_be_nonzero:
-                self._add_to_residual(grad_bucket, None).send_all(gradient, self._scale)
+                self._add_to_residual(bucket, None).send_all(gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
             sent = dense_bytes(gradient.numel(), itemsize, self._world)
             record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
             future = all_reduce_mean(gradient, scheme)
-        self._touched.difference_update(grad_bucket.parameters())
+        self._touched.difference_update(bucket.parameters())
         return future.then(record_arrival)
 
     def _add_to_residual(self, grad_bucket: GradBucket, compressor: Compressor | None) -> Bucket:
@@ -279,10 +279,6 @@ class CompressedReduction:
             "comm/seconds": traffic.seconds(),
             "comm/mode": MODES.get(type(self._scheme), 4.0),
         }
-
-
-def reduce_bucket(reduction: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
-    return reduction.reduce(bucket)
 
 
 def cast_bucket(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.core.modules.sharding import gather_objects, largest_over_ranks
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.own_exchange import all_to_all
 from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
@@ -216,8 +216,7 @@ def average_states(optimizer: Optimizer) -> None:
         if isinstance(value, Tensor) and value.is_floating_point()
     }
     world = dist.get_world_size()
-    keys_by_rank: list[Any] = [None] * world
-    dist.all_gather_object(keys_by_rank, list(states))
+    keys_by_rank = gather_objects(list(states), (dist.group.WORLD,))
     for key, tensor in states.items():
         if all(key in keys for keys in keys_by_rank):
             # A step counter may be on the host, but NCCL sends from the parameter's device.
