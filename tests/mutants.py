@@ -53,18 +53,19 @@ MUTANTS = [
 ]
 
 
-def plant(mutant: Mutant, copy: Path) -> tuple[Path, str] | None:
-    """Write a mutant, and return the file and its text before; None unless it matches once."""
-    place = copy / "lightning_opt" / mutant.folder
+def matches(mutant: Mutant, root: Path) -> list[Path]:
+    """Return the file of each match of the pattern."""
+    place = root / "lightning_opt" / mutant.folder
     files = [place] if place.suffix else sorted(place.rglob("*.py"))
-    pattern = re.compile(mutant.pattern, re.M)
-    texts = {file: file.read_text() for file in files if file.exists()}
-    found = [file for file, text in texts.items() for _ in pattern.finditer(text)]
-    if len(found) != 1:
-        return None
-    before = texts[found[0]]
-    found[0].write_text(pattern.sub(mutant.replacement, before))
-    return found[0], before
+    return [file for file in files for _ in re.findall(mutant.pattern, file.read_text(), re.M)]
+
+
+def plant(mutant: Mutant, copy: Path) -> tuple[Path, str]:
+    """Write a mutant, and return the file and its text before."""
+    (file,) = matches(mutant, copy)
+    before = file.read_text()
+    file.write_text(re.sub(mutant.pattern, mutant.replacement, before, flags=re.M))
+    return file, before
 
 
 def run_tests(tests: str, copy: Path) -> str:
@@ -110,10 +111,7 @@ def examine(mutant: Mutant, copy: Path, plain: dict[str, str]) -> str:
         plain[mutant.tests] = run_tests(mutant.tests, copy)
     if plain[mutant.tests] != "pass":
         return f"TESTS {plain[mutant.tests].upper()} WITHOUT IT"
-    planted = plant(mutant, copy)
-    if planted is None:
-        return "LINE NOT FOUND"
-    file, before = planted
+    file, before = plant(mutant, copy)
     try:
         outcome = run_tests(mutant.tests, copy)
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_opt as lo
+from tests.mutants import MUTANTS, matches
 from tests.test_contracts import CALLBACKS
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,10 @@ def test_feature_has_tests_and_a_page_at_the_same_path(feature):
 def test_callback_is_in_the_file_of_its_name(name):
     words = re.findall(r"[A-Z][a-z]+", name)
     assert "_".join(words).lower().endswith(CALLBACKS[name].__module__.rpartition(".")[2])
+
+
+def test_every_planted_bug_has_one_place():
+    assert [one.promise for one in MUTANTS if len(matches(one, ROOT)) != 1] == []
 
 
 @pytest.mark.parametrize("name", lo.__all__)

@@ -44,7 +44,7 @@ def basic() -> Preset:
               _why_not_clipping)
         .plus(PerformanceMonitor, None,
               "logs speed and machine usage, warns if the run gets slower",
-              "a thread that samples every second; step 2 counts FLOPs")
+              "a thread that samples every second")
         .plus(MemoryCleanup, None, "collects garbage and trims caches when memory runs short",
               "0.4% of a 14 ms step; a pause when memory runs short")
     )  # fmt: skip

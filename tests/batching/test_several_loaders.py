@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
+from lightning_opt.batching.accumulation.counting import count_samples
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -67,6 +68,11 @@ def test_batch_of_unequal_loaders_runs_whole(kind, size):
     assert_same_weights(nets[1], nets[0], **CLOSE)
     assert (4, 4) in nets[1].shapes
     assert nets[0].shapes == [(8, 8), (8, 3), (8, 8)]
+
+
+def test_samples_of_plain_tensors_are_counted_in_each_loader():
+    assert count_samples([torch.ones(8, 2), torch.ones(3), None], several=True) == 11
+    assert count_samples({"a": torch.ones(8, 2)}, several=True) == 8
 
 
 @pytest.mark.parametrize(
