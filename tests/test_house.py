@@ -72,8 +72,13 @@ def test_callback_is_in_the_file_of_its_name(name):
     assert "_".join(words).lower().endswith(CALLBACKS[name].__module__.rpartition(".")[2])
 
 
-def test_every_planted_bug_has_one_place():
-    assert [one.promise for one in MUTANTS if len(matches(one, ROOT)) != 1] == []
+def test_every_planted_bug_has_one_place_and_tests_of_its_words():
+    for one in MUTANTS:
+        assert len(matches(one, ROOT)) == 1, one.promise
+        paths, _, words = one.tests.partition(" -k ")
+        files = [f for path in paths.split() for f in [ROOT / path, *(ROOT / path).rglob("*.py")]]
+        text = " ".join(file.read_text() for file in files if file.is_file())
+        assert all(word in text for word in words.replace(" or ", " ").split()), one
 
 
 @pytest.mark.parametrize("name", lo.__all__)
