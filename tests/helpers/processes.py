@@ -91,7 +91,7 @@ def _wait(children: Sequence[Any], timeout: float) -> float:
         for sentinel in wait(list(running), timeout=left):
             if running.pop(sentinel).exitcode != 0:
                 deadline = min(deadline, time.monotonic() + GRACE)
-    return time.monotonic() - began
+    return min(time.monotonic(), deadline) - began
 
 
 def _end(child: Any) -> None:

@@ -41,9 +41,9 @@ def test_meters_that_run_together_keep_their_own_peaks():
     malloc_trim()
     inner.start()
     later = PeakMeter(CPU)
-    assert (outer.read() - before) / MB == pytest.approx(256, abs=32)
-    assert (inner.read() - before) / MB == pytest.approx(0, abs=32)
-    assert (later.read() - before) / MB == pytest.approx(0, abs=32)
+    assert (outer.read() - before) / MB == pytest.approx(256, abs=24)
+    assert (inner.read() - before) / MB == pytest.approx(0, abs=24)
+    assert (later.read() - before) / MB == pytest.approx(0, abs=24)
 
 
 def test_mark_resets_one_meter_only_on_cuda(monkeypatch):
@@ -88,7 +88,8 @@ def test_heap_includes_tensors(size):
     tensors = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
     grown = malloc_info().used - before
     # Each tensor adds about 600 bytes to its elements; large ones are rounded up to pages.
-    assert count * size <= grown <= count * (size + 1500 + PAGESIZE) + 20_000
+    rounding = PAGESIZE if size > 100_000 else 0
+    assert count * size <= grown <= count * (size + 1500 + rounding) + 20_000
     assert live_bytes(CPU) == pytest.approx(malloc_info().used, abs=100_000)
     del tensors
     assert malloc_info().used - before < 100_000
