@@ -21,10 +21,10 @@ MAX_UNREAD_STEPS = 256
 def wait_for(device: torch.device | str) -> None:
     """Wait until ``device`` has finished its queued work; a CPU has none."""
     device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
+    if device.type == "mps":  # takes no device
         torch.mps.synchronize()
+    elif device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 class StepClock:
