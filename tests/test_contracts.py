@@ -24,6 +24,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
+from lightning_opt.data.pipeline import pipeline_tuner
 from lightning_opt.profiling.run_report import page
 from tests.helpers.footprint import counts_in, model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import (
@@ -217,6 +218,7 @@ def _process_is_unchanged(tmp_path: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Drawing takes another process half a second; RunReport's own tests cover it.
         patch.setattr(page, "find_spec", lambda _: None)
+        patch.setattr(pipeline_tuner, "MEASUREMENT_SECONDS", 0.02)
         yield
     os.chdir(folder)
     for thread in threading.enumerate():  # a loader's queue thread ends shortly after its workers

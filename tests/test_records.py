@@ -1,17 +1,24 @@
 """Every recorded measurement names its machine and commit, and holds for the present code."""
 
+import importlib
+import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import records as module
 from benchmarks.records import PACKAGE, SHARED, changed_parts, code_of, records, waivers
+from tests.helpers.processes import launch
 
 RECORDS = records()
 NEEDED = {"cpu", "threads", "python", "torch", "lightning", "lightning_opt", "date", "commit"}
+
+
+def import_all(names):
+    os.chdir(module.ROOT)
+    for name in names:
+        importlib.import_module(name)
 
 
 def test_every_benchmark_can_be_imported():
@@ -20,8 +27,7 @@ def test_every_benchmark_can_be_imported():
         ".".join(file.relative_to(module.ROOT).with_suffix("").parts)
         for file in (module.ROOT / "benchmarks").rglob("*.py")
     ]
-    command = [sys.executable, "-W", "ignore", "-c", f"import {', '.join(names)}"]
-    subprocess.run(command, check=True, cwd=module.ROOT)
+    launch(import_all, names, processes=1)  # the examples have modules with common names
 
 
 @pytest.mark.parametrize("name", RECORDS)
