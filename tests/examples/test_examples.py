@@ -46,15 +46,13 @@ TABLES = {"01_fit_into_half_the_memory.ipynb", "05_let_the_tuner_decide.ipynb"}
 @pytest.fixture(scope="module")
 def kernel(environment: dict[str, str]) -> Iterator[AsyncKernelManager]:
     """A kernel that has imported torch and Lightning, for one notebook after the other."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        # A package that torchmetrics imports, if installed, needs another for its progress bar.
-        patch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")
-        importlib.import_module("matplotlib.font_manager")  # its cache is made once, with a warning
-        manager = AsyncKernelManager(kernel_name="python3")
-        yield manager
-        asyncio.run(manager.shutdown_kernel(now=True))
+    importlib.import_module("matplotlib.font_manager")  # its cache is made once, with a warning
+    manager = AsyncKernelManager(kernel_name="python3")
+    # A package that torchmetrics imports, if installed, needs another for its progress bar.
+    variables = environment | {"PYTHONWARNINGS": "ignore:IProgress not found"}
+    asyncio.run(manager.start_kernel(env=variables, cwd=str(EXAMPLES)))
+    yield manager
+    asyncio.run(manager.shutdown_kernel(now=True))
 
 
 @pytest.mark.slow

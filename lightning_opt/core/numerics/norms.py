@@ -236,11 +236,22 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device."""
-    parts = {name: as_real(local_part(tensor.detach())) for name, tensor in tensors.items()}
+    parts = {name: as_real(_stored(local_part(t.detach()))) for name, t in tensors.items()}
     floating = {n: t for n, t in parts.items() if t.is_floating_point() and t.numel()}
     if not floating:
         return []
     # A maximum propagates NaN. Unlike a sum of squares it cannot overflow.
-    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in floating.values()]
+    largest = [
+        # torch has no norm of float8, whose values bfloat16 holds exactly.
+        torch.linalg.vector_norm(t.bfloat16() if t.itemsize == 1 else t, math.inf)
+        for t in floating.values()
+    ]
     flags = torch.stack([torch.isfinite(value).to(largest[0].device) for value in largest])
     return [name for name, finite in zip(floating, flags.tolist(), strict=True) if not finite]
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the values that a sparse tensor stores, and any other tensor as it is."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return (tensor.coalesce() if tensor.is_sparse else tensor).values()

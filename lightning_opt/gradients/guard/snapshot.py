@@ -30,7 +30,8 @@ class BufferBackup:
 
     A forward pass updates running statistics (BatchNorm, spectral norm) before the fault is
     detected, and one NaN in them makes every later evaluation NaN. Buffers with more than
-    :data:`MAX_ELEMENTS` elements (attention masks, queues) and boolean buffers are not copied.
+    :data:`MAX_ELEMENTS` elements (attention masks, queues), boolean and sparse buffers are not
+    copied.
 
     Args:
         module: The model. Its buffers are copied at once.
@@ -47,7 +48,8 @@ class BufferBackup:
         found: dict[Tensor, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if 0 < buffer.numel() <= MAX_ELEMENTS and buffer.dtype is not torch.bool:
+                is_small = 0 < buffer.numel() <= MAX_ELEMENTS and buffer.layout is torch.strided
+                if is_small and buffer.dtype is not torch.bool:
                     found.setdefault(buffer, (module, name))
         self._places = list(found.values())
         live = self._live()
@@ -164,7 +166,8 @@ def _leaf_to_host(leaf: Any) -> Any:
     local = local_part(leaf.detach())
     if local.ndim == 0:
         return local.clone()  # keep step counts on the optimizer's device
-    copied = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+    can_pin = local.is_cuda and local.layout is torch.strided
+    copied = torch.empty_like(local, device="cpu", pin_memory=can_pin)
     return copied.copy_(local, non_blocking=True)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_opt.core.numerics.norms import (
     collect_gradients,
     measure_norms,
+    nonfinite_names,
 )
 from tests.helpers.syncs import take_device_path
 
@@ -128,3 +129,18 @@ def test_coefficient_one_is_exact() -> None:
     parameters = parameters_with(*[g.clone() for g in before])
     collect_gradients(parameters).scale_(torch.ones((), dtype=FP64))
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_tensors_of_any_layout_and_dtype_are_checked_for_nan() -> None:
+    dtypes = (FP16, BF16, FP32, FP64, C64, torch.float8_e4m3fn, torch.float8_e5m2)
+    good, bad = torch.eye(4), torch.eye(4)
+    bad[1, 2] = math.nan
+    found = {}
+    for dtype in dtypes:
+        found[f"good {dtype}"], found[f"bad {dtype}"] = good.to(dtype), bad.to(dtype)
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        found[f"good {layout}"] = good.to_sparse(layout=layout)
+        found[f"bad {layout}"] = bad.to_sparse(layout=layout)
+    found |= {"good int64": torch.arange(3), "good empty": torch.empty(0)}
+    assert nonfinite_names(found) == [name for name in found if name.startswith("bad")]

@@ -149,6 +149,30 @@ def test_complex_weights_are_guarded() -> None:
     assert bool(torch.isfinite(torch.view_as_real(model.filter)).all())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("form", ["coo", "csr", "float8"])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_sparse_and_float8_buffers_are_kept(policy: Any, form: str) -> None:
+    """As the adjacency matrix of a graph, or quantized weights beside trained ones."""
+    dense = torch.eye(4)
+    forms = {
+        "coo": dense.to_sparse_coo(),
+        "csr": dense.to_sparse_csr(),
+        "float8": dense.to(torch.float8_e4m3fn),
+    }
+
+    class Graph(FaultyNet):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.register_buffer("graph", forms[form])
+
+    guard = lo.NonFiniteGuard(policy, snapshot_every_n_steps=3)
+    guarded = fit(Graph({5: "nan"}), guard)
+    assert [event["batch_idx"] for event in guard.events] == [5]
+    assert torch.equal(guarded.graph.to_dense().float(), dense)
+    assert_same_weights(guarded.head, fit(FaultyNet({}, leave_out=[5])).head)
+
+
 KINDS = {
     "nan": "nonfinite_loss",
     "log": "nonfinite_loss",
