@@ -15,9 +15,9 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # One thread per process: tests run side by side, and timings must be comparable.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# Twice as many workers of pytest as cores, up to 9: many tests wait for their processes. pytest's
+# One more worker of pytest than cores, up to 9: some tests wait for their processes. pytest's
 # bytecode is kept, so that workers do not compile the tests again.
-WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
+WORKERS ?= $(shell expr 1 + $$(getconf _NPROCESSORS_ONLN))
 PYTEST := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 BENCHMARKS = $(subst /,.,$(basename $(filter-out benchmarks/gpu.py,$(shell grep -rl --include='*.py' '__main__' benchmarks))))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from lightning_opt.core.numerics.norms import (
     Gradients,
     GradientStep,
     collect_gradients,
+    is_same,
     measure_norms,
     parameters_of,
 )
@@ -92,7 +94,8 @@ class GradientCallback(RunCallback):
     not_pickled = ("_earlier",)
 
     def __init__(self) -> None:
-        self.names: dict[Tensor, str] = {}
+        self.names: Mapping[Tensor, str] = {}
+        self._held: list[list[Tensor]] = []
         self.barriers: dict[int, Scalar] = {}
         self._flat: dict[Tensor, Groups] = {}
         self._earlier: list[GradientCallback] = []
@@ -116,17 +119,21 @@ class GradientCallback(RunCallback):
         """Find the parameters' names and shards, and the gradient callbacks before this one."""
         raise_if_lbfgs(type(self).__name__, trainer.optimizers)
         GradientCallback.release(self, trainer)
-        self.names = {held: plain_name(name) for name, held in pl_module.named_parameters()}
-        for index, optimizer in enumerate(trainer.optimizers):
-            for place, held in enumerate(parameters_of(optimizer)):
-                # An optimizer may hold parameters that are not the module's.
-                self.names.setdefault(held, f"optimizer_{index}.{place}")
+        self._find_parameters(trainer, pl_module)
         # FSDP1's outermost unit, `trainer.model`, holds all parameters outside inner units.
         self._flat = flat_parameter_groups(trainer.model or pl_module)
         before = self.callbacks_before(trainer)
         self._earlier = [other for other in before if isinstance(other, GradientCallback)]
         if before and _is_unmodified(before[-1]):
             self._measured_by = before[-1]  # type: ignore[assignment]
+
+    def _find_parameters(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._held = list(map(parameters_of, trainer.optimizers))
+        self.names = {held: plain_name(name) for name, held in pl_module.named_parameters()}
+        for index, parameters in enumerate(self._held):
+            for place, held in enumerate(parameters):
+                # An optimizer may hold parameters that are not the module's.
+                self.names.setdefault(held, f"optimizer_{index}.{place}")
 
     def callbacks_before(self, trainer: pl.Trainer) -> list[pl.Callback]:
         """Return the Trainer's callbacks before this one."""
@@ -135,7 +142,7 @@ class GradientCallback(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Drop references to the model."""
-        self.names, self._flat = {}, {}
+        self.names, self._held, self._flat = {}, [], {}
         self._earlier, self._measured_by, self._next_reuses = [], None, False
         self.barriers, self._measurements = {}, {}
 
@@ -144,7 +151,10 @@ class GradientCallback(RunCallback):
         index = trainer.optimizers.index(optimizer)
         if any(other._skips_on_host(index) for other in self._earlier):
             return index, Gradients([], []), 1.0
-        gradients = collect_gradients(parameters_of(optimizer), self._flat)
+        parameters = parameters_of(optimizer)
+        if not is_same(parameters, self._held[index]):  # a training may add parameters
+            self._find_parameters(trainer, trainer.lightning_module)
+        gradients = collect_gradients(parameters, self._flat)
         return index, gradients, grad_scale(trainer, optimizer)
 
     def measure(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, GradientStep]:
@@ -159,6 +169,7 @@ class GradientCallback(RunCallback):
             index, gradients, scale = self.collect(trainer, optimizer)
             norms = measure_norms(gradients, grad_scale=scale)
             step = GradientStep(gradients, norms, scale, self.names)
+        self.names = step.names
         if self._next_reuses:
             self._measurements[index] = step
         for other in self._earlier:

@@ -207,3 +207,36 @@ def test_lbfgs_and_deepspeed_raise_with_the_name_of_the_callback():
     trainer = SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy), callbacks=[])
     with pytest.raises(ValueError, match=r"^Listener does not work with the DeepSpeed strategy"):
         Listener().setup(trainer, SmallNet(), "fit")  # type: ignore[arg-type]
+
+
+class GrowingNet(SmallNet):
+    """Gets an empty parameter at the start, and another one in the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+        self.added = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self.added = nn.Parameter(torch.ones(()))
+            self.trainer.optimizers[0].add_param_group({"params": [self.added]})
+        return super().training_step(batch, batch_idx)["loss"] * self.added + self.empty.sum()
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lo.AdaptiveClipping(lo.PerParameter(warmup=1)),
+        lo.AdaptiveClipping(lo.UnitWise()),
+        lo.CurvaturePreconditioner(every_n_steps=2),
+        lo.GradientHealth(every_n_steps=3),
+        lo.NonFiniteGuard("rollback"),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_parameter_added_in_training_has_its_name(callback: GradientCallback) -> None:
+    listener, model = Listener(), GrowingNet()
+    run(model, callback, listener, max_epochs=1)
+    assert listener.known["added"] is model.added
+    assert model.added != 1.0

@@ -141,7 +141,8 @@ def _longest_repetition(signatures: list[Signature], allowed: list[bool]) -> tup
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside the wrappers of FSDP1 and torch.compile."""
     while True:
-        inner = module._modules.get("_fsdp_wrapped_module") or module._modules.get("_orig_mod")
+        children = dict(module._modules.items())  # a ScriptModule's children have no `get`
+        inner = children.get("_fsdp_wrapped_module") or children.get("_orig_mod")
         if inner is None:
             return module
         module = inner

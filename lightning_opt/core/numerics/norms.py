@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,11 @@ class GradientStep:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups of ``optimizer``, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def is_same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    """Return whether both lists hold the same objects."""
+    return len(tensors) == len(others) and all(map(is_, tensors, others))
 
 
 def collect_gradients(

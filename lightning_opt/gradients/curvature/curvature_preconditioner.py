@@ -28,7 +28,7 @@ from lightning_opt.gradients.curvature.differentiable_loss import (
     twice_differentiable_loss,
 )
 from lightning_opt.gradients.curvature.hessian import hessian_product, sample_diagonal
-from lightning_opt.gradients.gradient_callback import GradientCallback
+from lightning_opt.gradients.gradient_callback import GradientCallback, plain_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -74,6 +74,8 @@ class DiagonalPreconditioner:
         A gradient without an estimate is only clamped.
         """
         for name, gradient in zip(names, gradients, strict=True):
+            if not gradient.numel():
+                continue  # it has no largest magnitude
             largest = torch.linalg.vector_norm(gradient, torch.inf)
             if name not in self._factors:
                 self._factors[name] = self._factor(name, gradient)
@@ -229,7 +231,8 @@ class CurvaturePreconditioner(GradientCallback):
             log_scalars(trainer, {f"precondition/{k}": v for k, v in self._latest.items()})
 
     def _estimate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        params = {self.names[p]: p for p in module.parameters() if p.requires_grad}
+        named = module.named_parameters()
+        params = {plain_name(name): p for name, p in named if p.requires_grad}
         assert self._batch is not None
         # Seeded by the step, so that a resumed run draws the same signs.
         estimate_index = self._steps // self.every_n_steps

@@ -139,7 +139,8 @@ class Snapshot:
             for key, saved in states.items():
                 like = key if isinstance(key, Tensor) else None
                 optimizer.state[key] = copy_back(saved, optimizer.state.get(key), like)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            # Groups that were added after the snapshot keep their settings.
+            for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 for key, saved in settings.items():
                     group[key] = copy_back(saved, group.get(key))
         for config, saved in zip(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from lightning_opt.core.modules.sharding import (
     local_part,
     reads_are_free,
 )
-from lightning_opt.core.numerics.norms import GradientStep, as_real
+from lightning_opt.core.numerics.norms import GradientStep, as_real, is_same
 from lightning_opt.core.numerics.scalars import wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 
@@ -47,9 +46,7 @@ class NormWindow:
 
     def append(self, step: GradientStep) -> None:
         parameters = step.gradients.parameters
-        if len(parameters) != len(self._parameters) or not all(
-            map(operator.is_, parameters, self._parameters)
-        ):
+        if not is_same(parameters, self._parameters):
             self._parameters = parameters
             self._names = [step.names[parameter] for parameter in parameters]
         self._steps.append((self._names, step.norms.total, step.norms.per_tensor))

@@ -97,3 +97,9 @@ def test_compiled_blocks_are_found_inside() -> None:
     blocks = find_blocks(compiled)
     assert [block.name for block in blocks] == ["0", "1"]
     assert all(type(block.modules[0]) is Layer for block in blocks)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_modules_are_no_blocks() -> None:
+    model = Attributes(scripted=torch.jit.script(nn.Linear(4, 4)), a=Layer(), b=Layer())
+    assert names(model) == ["a", "b"]

@@ -149,6 +149,23 @@ def test_complex_weights_are_guarded() -> None:
     assert bool(torch.isfinite(torch.view_as_real(model.filter)).all())
 
 
+def test_rollback_keeps_a_group_that_is_newer_than_the_snapshot() -> None:
+    class Unfrozen(FaultyNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 4:
+                self.added = nn.Parameter(torch.ones(()))
+                self.trainer.optimizers[0].add_param_group({"params": [self.added], "lr": 0.5})
+            loss = super().training_step(batch, batch_idx)
+            return loss * self.added if batch_idx >= 4 else loss
+
+    guard = lo.NonFiniteGuard("rollback", rollback_after=1, lr_backoff=1.0)
+    model = fit(Unfrozen({6: "nan"}), guard)
+    assert [event["action"] for event in guard.events] == ["rollback"]
+    assert [group["lr"] for group in model.trainer.optimizers[0].param_groups] == [0.02, 0.5]
+    assert all_finite(model)
+    assert model.added != 1.0
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("form", ["coo", "csr", "float8"])
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
