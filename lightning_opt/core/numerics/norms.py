@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 
@@ -240,19 +241,24 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device."""
+    """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device.
+
+    Quantized tensors of a subclass without the operator are left out.
+    """
     parts = {name: as_real(_stored(local_part(t.detach()))) for name, t in tensors.items()}
-    floating = {n: t for n, t in parts.items() if t.is_floating_point() and t.numel()}
-    if not floating:
+    finite: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        if part.is_floating_point() and part.numel():
+            # torch has no norm of float8, whose values bfloat16 holds exactly.
+            wide = part.bfloat16() if part.itemsize == 1 else part
+            with suppress(NotImplementedError):
+                # A maximum propagates NaN. Unlike a sum of squares it cannot overflow.
+                finite[name] = torch.linalg.vector_norm(wide, math.inf).isfinite()
+    if not finite:
         return []
-    # A maximum propagates NaN. Unlike a sum of squares it cannot overflow.
-    largest = [
-        # torch has no norm of float8, whose values bfloat16 holds exactly.
-        torch.linalg.vector_norm(t.bfloat16() if t.itemsize == 1 else t, math.inf)
-        for t in floating.values()
-    ]
-    flags = torch.stack([torch.isfinite(value).to(largest[0].device) for value in largest])
-    return [name for name, finite in zip(floating, flags.tolist(), strict=True) if not finite]
+    device = next(iter(finite.values())).device
+    flags = torch.stack([flag.to(device) for flag in finite.values()]).tolist()
+    return [name for name, flag in zip(finite, flags, strict=True) if not flag]
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -173,8 +173,9 @@ def edge_of(sharpness: float, optimizer: Optimizer) -> dict[str, float]:
 
     It is known for SGD with one parameter group, without Nesterov momentum.
     """
-    group = optimizer.param_groups[0]
-    if not isinstance(optimizer, SGD) or len(optimizer.param_groups) > 1 or group["nesterov"]:
+    groups = optimizer.param_groups
+    if not isinstance(optimizer, SGD) or len(groups) > 1 or groups[0]["nesterov"]:
         return {}
+    group = groups[0]
     damped = 1.0 - group["dampening"] if group["momentum"] else 1.0
     return {"edge": sharpness * float(group["lr"]) * damped / (2.0 * (1.0 + group["momentum"]))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,12 @@ from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, reduce_over
 from lightning_opt.core.modules.trial import loss_of, without_side_effects
-from lightning_opt.trainer.lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning_opt.trainer.lightning import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    is_param_in_hook_signature,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,6 +39,11 @@ def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> No
         raise ValueError(
             f"{owner} does not work with manual optimisation, where training_step returns no loss "
             "to differentiate. Use automatic optimisation, or hessian_diagonal in training_step."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"{owner} needs training_step(self, batch, ...): with dataloader_iter there is no "
+            "batch whose loss can be computed again."
         )
     if trainer.precision in ("bf16-true", "16-true", "transformer-engine"):
         raise ValueError(
@@ -72,22 +82,19 @@ def twice_differentiable_loss(
     The loss is computed without autocast, DDP and compilation, and with an attention kernel that
     has a second derivative. It is None if ``training_step`` returns None.
 
-    The part holds the first samples of the batch, at least one. If the batch cannot be split
-    (a graph, for example), all of it is used, with a warning. ``owner`` is the callback's name.
+    The part holds the first samples of the batch, at least one. All of the batch is used, with a
+    warning, if it cannot be split (a graph, for example), or if the step fails with the part
+    (BatchNorm needs two samples). ``owner`` is the callback's name.
 
     Raises:
         RuntimeError: If the loss cannot be differentiated twice inside the context.
     """
+    part, why = batch, f"those of type {type(batch).__name__} cannot be split into samples"
     if fraction < 1:
-        try:
+        with suppress(UnsplittableBatchError):
             reading = read_batch(batch)
             parts = min(reading.samples, max(1, round(1 / fraction)))
-            batch, _ = split_into(batch, parts, reading)[0]
-        except UnsplittableBatchError:
-            rank_zero_warn(
-                f"{owner} uses whole batches: those of type {type(batch).__name__} cannot be split "
-                "into samples. Set fraction=1.0 to silence this warning."
-            )
+            part, _ = split_into(batch, parts, reading)[0]
     with ExitStack() as stack:
         stack.enter_context(without_side_effects(trainer, module))
         stack.enter_context(torch.enable_grad())
@@ -95,7 +102,19 @@ def twice_differentiable_loss(
         stack.enter_context(run_eagerly())  # compiled graphs have no second derivative
         no_autocast = torch.autocast(module.device.type, enabled=False)
         with replaced(trainer.precision_plugin, train_step_context=lambda: no_autocast):
-            loss = loss_of(trainer, module, batch, batch_idx)
+            loss = None
+            if part is not batch:
+                try:
+                    loss = loss_of(trainer, module, part, batch_idx)
+                except Exception as error:  # noqa: BLE001 - raised again if all of the batch fails
+                    part, why = batch, f"the step failed with a part of one ({error})"
+            if part is batch:
+                loss = loss_of(trainer, module, batch, batch_idx)
+                if fraction < 1:
+                    rank_zero_warn(
+                        f"{owner} uses whole batches: {why}. Set fraction=1.0 to silence this "
+                        "warning."
+                    )
         try:
             yield loss
         except (RuntimeError, NotImplementedError) as error:

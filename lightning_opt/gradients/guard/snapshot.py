@@ -168,8 +168,11 @@ def _leaf_to_host(leaf: Any) -> Any:
     if local.ndim == 0:
         return local.clone()  # keep step counts on the optimizer's device
     can_pin = local.is_cuda and local.layout is torch.strided
-    copied = torch.empty_like(local, device="cpu", pin_memory=can_pin)
-    return copied.copy_(local, non_blocking=True)
+    try:
+        copied = torch.empty_like(local, device="cpu", pin_memory=can_pin)
+        return copied.copy_(local, non_blocking=True)
+    except NotImplementedError:
+        return None  # a quantized weight of a subclass, which training does not change
 
 
 def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:

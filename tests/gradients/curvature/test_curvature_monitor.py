@@ -100,7 +100,11 @@ def test_descent_on_a_parabola_diverges_above_the_edge(settings, factor):
     assert ends[1] > 1e3
 
 
-def test_adaptive_optimizer_has_no_edge():
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_adaptive_optimizer_has_no_edge(has_optimizer, monkeypatch):
+    if not has_optimizer:
+        monkeypatch.setattr(SmallNet, "configure_optimizers", lambda _: None)
     callback = monitor(n_samples=2)
     quiet_trainer(callbacks=[callback]).fit(SmallNet("Adam", lr=LR), loader_of(4))
     assert "edge" not in callback.history[0]

@@ -223,10 +223,19 @@ class Manual(SmallNet):
     automatic_optimization = False
 
 
+class IteratorNet(SmallNet):
+    """Makes Lightning fetch batches in the step."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
         (Manual, {}, "does not work with manual optimisation"),
+        (IteratorNet, {}, "with dataloader_iter there is no batch"),
         (SmallNet, {"precision": "bf16-true"}, "needs weights in float32"),
         (lambda: SmallNet("LBFGS"), {}, "LBFGS"),
     ],
@@ -242,22 +251,32 @@ def test_sharded_parameters_raise_in_setup():
         preconditioner().setup(trainer, SmallNet(), "fit")
 
 
-def test_batch_that_cannot_be_split_is_used_whole():
-    class DictBatchNet(SmallNet):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch["rows"], batch_idx)
+class DictBatchNet(SmallNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["rows"], batch_idx)
 
+
+class NormNet(SmallNet):
+    """Its step fails with a single sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["rows"]
+        return super().training_step((nn.functional.batch_norm(x, None, None, training=True), y), 0)
+
+
+@pytest.mark.parametrize(("net", "odd"), [(DictBatchNet, 3), (NormNet, 4)])
+def test_batch_whose_part_cannot_be_used_is_used_whole(net, odd):
     def collate(rows: Any) -> Any:
         x, y = torch.utils.data.default_collate(rows)
-        return {"rows": (x, y), "odd": torch.zeros(3)}
+        return {"rows": (x, y), "odd": torch.zeros(odd)}
 
     loader = DataLoader(loader_of(4).dataset, batch_size=4, collate_fn=collate)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        quiet_trainer(callbacks=[preconditioner(fraction=0.5)]).fit(half := DictBatchNet(), loader)
+        quiet_trainer(callbacks=[preconditioner(fraction=0.25)]).fit(part := net(), loader)
     assert sum("uses whole batches" in str(warning.message) for warning in caught) == 1
-    quiet_trainer(callbacks=[preconditioner()]).fit(full := DictBatchNet(), loader)
-    assert_same_weights(half, full)
+    quiet_trainer(callbacks=[preconditioner()]).fit(full := net(), loader)
+    assert_same_weights(part, full)
 
 
 @pytest.mark.parametrize("fused", [False, True])

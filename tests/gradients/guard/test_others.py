@@ -166,11 +166,43 @@ def test_rollback_keeps_a_group_that_is_newer_than_the_snapshot() -> None:
     assert model.added != 1.0
 
 
+class Quantized(Tensor):
+    """A tensor of int8 values that claims to be float32, with the fewest operators."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_quantized_weights_of_others_are_left_out(policy: Any) -> None:
+    """As the frozen weights of QLoRA."""
+    guard, model = (
+        lo.NonFiniteGuard(policy, rollback_after=1, lr_backoff=1.0),
+        FaultyNet({5: "nan"}),
+    )
+    values = torch.ones(4, dtype=torch.int8)
+    model.frozen = nn.Parameter(Quantized(values), requires_grad=False)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.head.parameters())
+    fit(model, guard)
+    assert [event["batch_idx"] for event in guard.events] == [5]
+    assert model.frozen.data.values is values
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("form", ["coo", "csr", "float8"])
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_sparse_and_float8_buffers_are_kept(policy: Any, form: str) -> None:
-    """As the adjacency matrix of a graph, or quantized weights beside trained ones."""
+    """As the adjacency matrix of a graph."""
     dense = torch.eye(4)
     forms = {
         "coo": dense.to_sparse_coo(),
