@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 _NOT_SET = object()
@@ -119,3 +120,8 @@ def forwards_of(module: nn.Module) -> Iterator[ReplacedForward]:
 def do_nothing(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
     """Replacement for the ``step`` of an optimizer or scheduler. It only runs a given closure."""
     return closure() if callable(closure) else None
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Return whether hooks can be registered; torch.jit does not allow it."""
+    return not isinstance(module, torch.jit.ScriptModule)

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.patching import takes_hooks
 from lightning_opt.core.modules.sharding import (
     Groups,
     combine_shards,
@@ -190,7 +191,7 @@ class ActivationWatch:
         if has_compiled_parts(model):
             return False
         for name, module in model.named_modules():
-            if name and next(module.children(), None) is None:
+            if name and next(module.children(), None) is None and takes_hooks(module):
                 self._handles.append(module.register_forward_hook(partial(self._measure, name)))
         return bool(self._handles)
 
@@ -206,7 +207,9 @@ class ActivationWatch:
     @torch.no_grad()
     def _measure(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_of(output) if self._active else ():
-            if tensor.is_floating_point():
+            # A tensor inside `torch.vmap` cannot be read after it.
+            is_open = not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            if is_open and tensor.is_floating_point():
                 # Each rank checks its own part of a DTensor.
                 largest = largest_magnitude(local_part(tensor.detach()))
                 self._outputs.append((name, largest.to(wide_dtype(tensor.device))))

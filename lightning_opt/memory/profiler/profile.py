@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_opt.core.measure.memory import MB, live_bytes
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.patching import takes_hooks
 from lightning_opt.core.modules.trial import storages_of
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.meters import StorageMeter, measuring, state_tensors, storage_bytes
@@ -118,6 +119,7 @@ class SavedTensorCounter:
         self._entries = {
             module: SavedBytes(name, type(module).__name__)
             for name, module in model.named_modules()
+            if takes_hooks(module)
         }
         tensors = (*model.parameters(), *model.buffers())
         # Not addresses: memory that is freed within the step may be used again for another tensor.

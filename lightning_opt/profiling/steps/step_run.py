@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.modules.batches import samples_in, tokens_in
 from lightning_opt.core.modules.compiling import has_compiled_parts, hooks_are_compiled
-from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.patching import replaced, takes_hooks
 from lightning_opt.core.modules.sharding import gather_objects
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
@@ -257,7 +257,7 @@ class EpochHooks:
         wrap(trainer.strategy, "batch_to_device", self._batch_to_device)
         wrap(trainer.precision_plugin, "backward", self._backward)
         enter, leave = _Hook(self._enter_forward), _Hook(self._leave_forward)
-        for module in modules:
+        for module in filter(takes_hooks, modules):
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
 
@@ -335,7 +335,7 @@ def _do_nothing(*args: Any) -> None:
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in module.named_children():
-        if type(child).forward is nn.Module.forward:  # a list or a dict of modules
+        if getattr(type(child), "forward", None) is nn.Module.forward:  # a list or a dict
             yield from _children(child)
         elif not _is_loss_or_metric(name, child):
             yield child

@@ -2,11 +2,16 @@
 
 import inspect
 import pickle
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import lightning_opt as lo
 from lightning_opt.core.modules.patching import ReplacedForward, replaced
+from tests.helpers.models import SmallNet
+from tests.helpers.trainers import quiet_trainer
 
 
 class Net(nn.Module):
@@ -92,3 +97,34 @@ def test_value_set_since_is_kept_when_a_lower_replacement_ends():
     assert owner.kind == 3
     upper.__exit__(None, None, None)
     assert vars(owner) == {}
+
+
+class ScriptedNet(SmallNet):
+    """Has a part by ``torch.jit.script``, and calls a layer under ``torch.vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted, self.mapped = torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        inputs = torch.vmap(self.mapped)(self.scripted(inputs))
+        return super().training_step((inputs, targets), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"callbacks": [lo.GradientHealth(every_n_steps=2, activations=True)]},
+        {"callbacks": [lo.MemoryProfiler(every_n_steps=2, modules=True)]},
+        {"profiler": lo.StepProfiler()},
+    ],
+)
+def test_hooks_leave_out_scripted_modules_and_vmap(settings):
+    weights = []
+    for one in (settings, {}):
+        torch.manual_seed(0)
+        quiet_trainer(max_epochs=1, **one).fit(model := ScriptedNet())
+        weights.append(model.state_dict().values())
+    assert all(map(torch.equal, *weights))
