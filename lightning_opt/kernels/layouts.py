@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, empty_strided
+from torch import Tensor, empty_like, empty_strided
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -23,10 +23,5 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the values fill their memory without gaps or overlaps, in any order."""
-    expected = 1
-    axes = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(pair for pair in axes if pair[1] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    # Only of such a tensor does torch keep the order.
+    return same_layout(empty_like(tensor.detach(), device="meta"), tensor)

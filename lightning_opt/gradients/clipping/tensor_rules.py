@@ -119,8 +119,6 @@ class PerParameter(ClippingRule):
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Scale each gradient in place by its own coefficient."""
         tensors = step.gradients.tensors
-        if not tensors:
-            return Clip(0.0)
         norms = constant(step.norms.per_tensor, tensors[0].device)
         total = torch.as_tensor(step.norms.total, dtype=norms.dtype)
         names = [step.names[parameter] for parameter in step.gradients.parameters]

@@ -145,7 +145,7 @@ class AttentionBackend(RunCallback):
             self._recorder = None
 
 
-class CallRecorder:
+class CallRecorder(ExitStack):
     """Records each call of scaled dot-product attention until :meth:`close`.
 
     The function is replaced in every loaded Python module that imports it by name. A
@@ -157,16 +157,13 @@ class CallRecorder:
     """
 
     def __init__(self, rows: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+        super().__init__()
         self._rows = rows
         self._original: Callable[..., Tensor] = functional.scaled_dot_product_attention
-        self._patches = ExitStack()
         for module in list(sys.modules.values()):
             function = getattr(module, "__dict__", {}).get(FUNCTION_NAME)
             if function is self._original and module is not torch._C._nn:
-                self._patches.enter_context(replaced(module, **{FUNCTION_NAME: self}))
-
-    def close(self) -> None:
-        self._patches.close()
+                self.enter_context(replaced(module, **{FUNCTION_NAME: self}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
