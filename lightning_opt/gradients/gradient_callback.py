@@ -95,7 +95,7 @@ class GradientCallback(RunCallback):
 
     def __init__(self) -> None:
         self.names: Mapping[Tensor, str] = {}
-        self._held: list[list[Tensor]] = []
+        self._held: dict[int, list[Tensor]] = {}  # by optimizer
         self.barriers: dict[int, Scalar] = {}
         self._flat: dict[Tensor, Groups] = {}
         self._earlier: list[GradientCallback] = []
@@ -128,9 +128,9 @@ class GradientCallback(RunCallback):
             self._measured_by = before[-1]  # type: ignore[assignment]
 
     def _find_parameters(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._held = list(map(parameters_of, trainer.optimizers))
+        self._held = dict(enumerate(map(parameters_of, trainer.optimizers)))
         self.names = {held: plain_name(name) for name, held in pl_module.named_parameters()}
-        for index, parameters in enumerate(self._held):
+        for index, parameters in self._held.items():
             for place, held in enumerate(parameters):
                 # An optimizer may hold parameters that are not the module's.
                 self.names.setdefault(held, f"optimizer_{index}.{place}")
@@ -142,7 +142,7 @@ class GradientCallback(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Drop references to the model."""
-        self.names, self._held, self._flat = {}, [], {}
+        self.names, self._held, self._flat = {}, {}, {}
         self._earlier, self._measured_by, self._next_reuses = [], None, False
         self.barriers, self._measurements = {}, {}
 
@@ -152,7 +152,7 @@ class GradientCallback(RunCallback):
         if any(other._skips_on_host(index) for other in self._earlier):
             return index, Gradients([], []), 1.0
         parameters = parameters_of(optimizer)
-        if not is_same(parameters, self._held[index]):  # a training may add parameters
+        if not is_same(parameters, self._held.get(index, [])):  # a training may add parameters
             self._find_parameters(trainer, trainer.lightning_module)
         gradients = collect_gradients(parameters, self._flat)
         return index, gradients, grad_scale(trainer, optimizer)

@@ -107,7 +107,6 @@ class Snapshot:
     def take(self, trainer: pl.Trainer, tensors: Mapping[str, Tensor]) -> None:
         """Copy the current state; ``tensors`` are the model's parameters and buffers by name."""
         live = {
-            "tensors": dict(tensors),
             # The keys of an optimizer's state are the parameters themselves, not copies.
             "states": [dict(optimizer.state) for optimizer in trainer.optimizers],
             "groups": [
@@ -121,7 +120,14 @@ class Snapshot:
             "precision": trainer.precision_plugin.state_dict(),
         }
         self._held = {}  # free the old snapshot before the copy
-        self._held = copy_to_host(live)
+        self._held = copy_to_host(live) | {"tensors": {}}
+        for name, tensor in tensors.items():
+            try:
+                self._held["tensors"][name] = copy_to_host(tensor)
+            except NotImplementedError:
+                if tensor.requires_grad:
+                    raise
+                # A frozen weight of a quantized subclass, which training does not change.
         _wait(tensors.values())
 
     @torch.no_grad()
@@ -168,11 +174,8 @@ def _leaf_to_host(leaf: Any) -> Any:
     if local.ndim == 0:
         return local.clone()  # keep step counts on the optimizer's device
     can_pin = local.is_cuda and local.layout is torch.strided
-    try:
-        copied = torch.empty_like(local, device="cpu", pin_memory=can_pin)
-        return copied.copy_(local, non_blocking=True)
-    except NotImplementedError:
-        return None  # a quantized weight of a subclass, which training does not change
+    copied = torch.empty_like(local, device="cpu", pin_memory=can_pin)
+    return copied.copy_(local, non_blocking=True)
 
 
 def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
