@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch.optim import LBFGS, Optimizer
 
-from lightning_opt.trainer.lightning import BaseCallback
+from lightning_opt.trainer.lightning import BaseCallback, is_param_in_hook_signature
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -89,4 +89,19 @@ def raise_if_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:
             f"{name} does not work with torch.optim.LBFGS, which evaluates the loss and its "
             "gradient several times within one step. Use a first-order optimizer such as AdamW "
             "or SGD."
+        )
+
+
+def raise_if_dataloader_iter(name: str, module: pl.LightningModule, use: str) -> None:
+    """Raise ValueError if ``training_step`` fetches batches itself.
+
+    Args:
+        name: The callback's name.
+        module: The model.
+        use: What the callback would do with a batch, to end the message.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"{name} needs training_step(self, batch, ...): with dataloader_iter there is no batch "
+            f"{use}"
         )

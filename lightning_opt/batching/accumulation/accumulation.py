@@ -33,9 +33,8 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.trainer.lightning import (
     DeepSpeedStrategy,
     GradientAccumulationScheduler,
-    is_param_in_hook_signature,
 )
-from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback, raise_if_dataloader_iter, raise_if_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -379,10 +378,5 @@ def _check(
             "Accumulation does not work with the DeepSpeed strategy, which accumulates gradients "
             "itself: set gradient_accumulation_steps through Trainer(accumulate_grad_batches=...)."
         )
-    if counts and is_param_in_hook_signature(
-        pl_module.training_step, "dataloader_iter", explicit=True
-    ):
-        raise ValueError(
-            "Accumulation needs training_step(self, batch, ...): with dataloader_iter there is no "
-            "batch to count. normalize='batches' works."
-        )
+    if counts:
+        raise_if_dataloader_iter("Accumulation", pl_module, "to count. normalize='batches' works.")

@@ -24,9 +24,8 @@ from lightning_opt.trainer.lightning import (
     DeepSpeedStrategy,
     ModelParallelStrategy,
     ParallelStrategy,
-    is_param_in_hook_signature,
 )
-from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback, raise_if_dataloader_iter, raise_if_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -136,11 +135,7 @@ class MicroBatching(RunCallback):
                 "MicroBatching does not work with the DeepSpeed strategy, which accumulates "
                 "gradients itself: set train_micro_batch_size_per_gpu in its config."
             )
-        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-            raise ValueError(
-                "MicroBatching needs training_step(self, batch, ...): with dataloader_iter there "
-                "is no batch to split."
-            )
+        raise_if_dataloader_iter("MicroBatching", pl_module, "to split.")
         if self.size == "auto" and isinstance(trainer.strategy, ParallelStrategy):
             _check_strategy(trainer.strategy)
 

@@ -17,12 +17,8 @@ from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, reduce_over
 from lightning_opt.core.modules.trial import loss_of, without_side_effects
-from lightning_opt.trainer.lightning import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    is_param_in_hook_signature,
-)
+from lightning_opt.trainer.lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning_opt.trainer.run_callback import raise_if_dataloader_iter
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,11 +36,7 @@ def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> No
             f"{owner} does not work with manual optimisation, where training_step returns no loss "
             "to differentiate. Use automatic optimisation, or hessian_diagonal in training_step."
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError(
-            f"{owner} needs training_step(self, batch, ...): with dataloader_iter there is no "
-            "batch whose loss can be computed again."
-        )
+    raise_if_dataloader_iter(owner, module, "whose loss can be computed again.")
     if trainer.precision in ("bf16-true", "16-true", "transformer-engine"):
         raise ValueError(
             f"{owner} needs weights in float32, and precision is {trainer.precision!r}. Second "
