@@ -13,15 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -38,6 +40,8 @@ SIDES = {
     2: ("out_of_memory", ("plain", "ours", "reference")),
     3: ("half_the_memory", ("all",)),
 }
+ROOM = 170
+"""Act 2: MiB that the process may allocate after training starts."""
 COMPRESSED = {"dense": "plain DDP", "ddp_int8": "ddp_int8", "ddp_topk 1%": "ddp_topk"}
 DILOCO = {"diloco, H=16": "diloco"}
 LINKS = {**COMPRESSED, **DILOCO}
@@ -56,30 +60,22 @@ def play(act: int, quick: bool) -> Found:
     if act == 4:
         return slow_link(quick)
     name, sides = SIDES[act]
-    found: Found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        running = {side: start(name, side, Path(folder, side), quick) for side in sides}
-        for side, process in running.items():
-            _, errors = process.communicate()
-            if process.returncode:
-                raise RuntimeError(f"{name}, {side}: {errors[-2000:]}")
-            found[side] = json.loads(Path(folder, side).read_text())
+    # Each side is a fork of one process, which has imported torch and Lightning.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch"])
+    # With a fixed threshold, freed memory returns to the system, so that peaks are accurate.
+    settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    with mock.patch.dict(os.environ, settings), ProcessPoolExecutor(len(sides), context) as pool:
+        found = dict(zip(sides, pool.map(partial(run_side, name, quick), sides), strict=True))
     whole: Found = found.get("all", found)
     return whole
 
 
-def start(name: str, side: str, out: Path, quick: bool) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "demo_acts.py"), name, side, str(out)]
-    # With a fixed threshold, freed memory returns to the system, so that peaks are accurate.
-    settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        [*command, *(["--quick"] if quick else [])],
-        env={**os.environ, **settings, "PYTHONPATH": paths},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def run_side(name: str, quick: bool, side: str) -> Found:
+    """Run one side of an act in this process."""
+    import demo_acts
+
+    return demo_acts.run(name, side, quick)
 
 
 def slow_link(quick: bool) -> Found:
@@ -191,8 +187,6 @@ def draw_losses(axes: Axes, found: Found) -> None:
 
 
 def draw_memory(axes: Axes, found: Found) -> None:
-    from demo_acts import ROOM
-
     subtitle(axes, "a GPT whose batch does not fit under a hard limit")
     axes.axhline(ROOM, color=INK, lw=1.6)
     axes.text(1, ROOM, f"limit: {ROOM} MiB ", color=INK, size=11, ha="right", va="bottom",

@@ -1,12 +1,7 @@
-"""The acts of the demo: ``python demo_acts.py ACT SIDE OUT`` runs one side and writes JSON.
-
-``demo.py`` starts the sides and draws.
-"""
+"""The acts of the demo. ``demo.py`` runs each side in its own process, and draws."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import math
 import resource
@@ -26,13 +21,12 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from byte_gpt import Batch, ByteGPT, SourceBatches, read_sources
+from demo import ROOM
 from lightning_opt.worker.training_process import TrainingProcess
 
 MIB = 2**20
 SPIKE, NAN = 90, 170
 """Act 1: the batch whose loss is 1,000 times too large, and the one whose loss is NaN."""
-ROOM = 170
-"""Act 2: MiB that the process may allocate after training starts."""
 
 
 def batches(count: int, size: int, window: int) -> DataLoader[Batch]:
@@ -229,19 +223,10 @@ ACTS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("act", choices=ACTS)
-    parser.add_argument("side")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
+def run(act: str, side: str, quick: bool) -> dict[str, Any]:
+    """Run one side of an act in this process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = ACTS[arguments.act](arguments.side, arguments.quick)
-    arguments.out.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    for package in ("lightning.pytorch", "lightning_opt"):
+        logging.getLogger(package).setLevel(logging.ERROR)
+    return ACTS[act](side, quick)

@@ -1,13 +1,10 @@
-"""Fixtures that import an example, and run one in a new process."""
+"""Fixtures that import an example, and give the environment of a new process."""
 
 import importlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -29,17 +26,3 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture
-def run_script(tmp_path: Path, environment: dict[str, str]) -> Callable[..., str]:
-    """Run a script in a temporary folder, and return its output."""
-
-    def run(name: str, *arguments: str) -> str:
-        command: list[Any] = [sys.executable, EXAMPLES / name, *arguments]
-        settings: dict[str, Any] = {"cwd": tmp_path, "env": environment, "text": True}
-        process = subprocess.run(command, capture_output=True, check=False, **settings)
-        assert process.returncode == 0, process.stderr
-        return str(process.stdout)
-
-    return run

@@ -97,8 +97,8 @@ def make_strategy(name: str) -> dict[str, Any]:
     """Return the Trainer's arguments for a strategy of the matrix."""
     processes = processes_of(name)
     gloo = {"process_group_backend": "gloo"}
-    # After its first step DDP arranges gradients in new buckets. From three processes on, their place
-    # decides the order of summation, so the first resumed step would round differently.
+    # After its first step DDP arranges gradients in new buckets. With three processes, the place in
+    # a bucket decides the order of summation, so the first resumed step would round differently.
     same_buckets = {"find_unused_parameters": processes > 2}
     mesh = {"save_distributed_checkpoint": False}
     topk = AT_ONCE["CompressedDDPStrategy"]
