@@ -21,7 +21,7 @@ from lightning_opt.kernels.compiling.setup import (
     modes_for,
     remove_marks,
 )
-from lightning_opt.trainer.lightning import DDPStrategy, DeepSpeedStrategy
+from lightning_opt.trainer.lightning import DeepSpeedStrategy
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class CompileModel(RunCallback):
     list below. One warning gives the reason; no batch is lost or trained twice. If the uncompiled
     run raises as well, the error is the model's own and is raised unchanged, as are out-of-memory
     errors. An error that compiled code raises in a backward pass ends the run, because that step
-    cannot be rolled back.
+    cannot be rolled back. torch compiles no second derivatives: decorate the ``forward`` that a
+    gradient penalty differentiates twice with ``torch.compiler.disable``.
 
     ================================ ============================================================
     ``mode``                         modes that are tried, in this order
@@ -170,8 +171,7 @@ class CompileModel(RunCallback):
             )
         for region in self.regions:
             region.apply(self._stack)
-        is_ddp = isinstance(trainer.strategy, DDPStrategy)
-        self._stack.enter_context(compile_settings(self.regions, self.scope, is_ddp))
+        self._stack.enter_context(compile_settings(self.regions, self.scope, trainer))
         CLOCK.start()
         self._stack.callback(CLOCK.stop)
         self._logged: dict[str, float] = {}

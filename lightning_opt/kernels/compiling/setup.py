@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_opt.core.modules.blocks import Signature, find_blocks, signature, unwrapped
 from lightning_opt.core.modules.compiling import has_checkpointed_parts, is_compiled
 from lightning_opt.kernels.compiling.regions import CompileOptions, Region
-from lightning_opt.trainer.lightning import is_overridden
+from lightning_opt.trainer.lightning import DDPStrategy, is_overridden
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -94,21 +94,29 @@ def _can_compile(module: nn.Module) -> bool:
 
 
 @contextmanager
-def compile_settings(regions: Sequence[Region], scope: str, is_ddp: bool) -> Iterator[None]:
+def compile_settings(regions: Sequence[Region], scope: str, trainer: pl.Trainer) -> Iterator[None]:
     """Set torch's compiler configuration while a stage runs.
 
     Backward graphs are compiled in the forward pass, where each rank can still recover from a
-    failure on its own. DDP's graph splitting is disabled for blocks, which are small already, and
+    failure on its own. They overwrite no saved tensor in a model that may keep its graph for a
+    second backward pass. DDP's graph splitting is disabled for blocks, which are small already, and
     for checkpointed modules, where it fails.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
+    model = trainer.lightning_module
+    settings = {"force_non_lazy_backward_lowering": True}
+    if not model.automatic_optimization or is_overridden("backward", model):
+        settings["donated_buffer"] = False
     with ExitStack() as stack:
-        if hasattr(functorch_config, "force_non_lazy_backward_lowering"):  # not in older versions
-            stack.enter_context(functorch_config.patch("force_non_lazy_backward_lowering", True))
+        for name, value in settings.items():
+            if hasattr(functorch_config, name):  # not in older versions
+                stack.enter_context(functorch_config.patch(name, value))
         modules = [forward.module for region in regions for forward in region.forwards]
-        if is_ddp and (scope == "regions" or any(map(has_checkpointed_parts, modules))):
+        if isinstance(trainer.strategy, DDPStrategy) and (
+            scope == "regions" or any(map(has_checkpointed_parts, modules))
+        ):
             stack.enter_context(dynamo_config.patch(optimize_ddp=False))
         yield
 

@@ -153,6 +153,36 @@ def test_model_is_compiled_once_for_channels_last() -> None:
     assert_same(actual, expected, rtol=1e-3, atol=1e-5)
 
 
+class TwoLosses(Net):
+    """Keeps the graph of its forward pass for a second loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        output, optimizer = self(batch[0]), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward((output - batch[1]).abs().mean(), retain_graph=True)
+        self.manual_backward(output.square().mean())
+        optimizer.step()
+
+
+class BackwardTwice(Net):
+    """Has its own backward."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", [TwoLosses, BackwardTwice])
+def test_graph_may_be_kept_for_a_second_backward_pass(kind: type[Net]) -> None:
+    actual = train(CompileModel(backend="aot_eager"), model=kind())
+    assert_same(actual, train(model=kind()))
+    assert torch._functorch.config.donated_buffer
+
+
 def test_modes_depend_on_the_device() -> None:
     assert modes_for("auto", "cpu") == ("default",)
     assert modes_for("max-autotune", "cpu") == ("max-autotune", "default")
