@@ -54,10 +54,11 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
     """Return the loss scale in the optimizer's gradients before its step, still on the device.
 
     It is 1 if the gradients are already unscaled. Lightning unscales them before
-    ``on_before_optimizer_step``, except for fused optimizers, which unscale in their own step.
+    ``on_before_optimizer_step``, except for fused optimizers, which unscale in their own step, and
+    except if ``training_step`` returned None.
     """
     scale = loss_scale(trainer)
-    if scale is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if scale is None:
         return 1.0
     scaler: torch.amp.GradScaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
     # User code may have unscaled already. `get` does not add a key to this defaultdict.

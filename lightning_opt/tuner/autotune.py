@@ -26,6 +26,7 @@ from lightning_opt.tuner.search import (
 )
 from lightning_opt.tuner.space import MIB, Candidates, Space, check_candidates
 from lightning_opt.tuner.trials import Baseline, Run, Trials
+from lightning_opt.worker.gate import RUN_DEFAULTS
 from lightning_opt.worker.recipes import (
     Factory,
     Settings,
@@ -36,9 +37,8 @@ from lightning_opt.worker.training_process import TrainingProcess
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
-LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
-"""Limits for trials. They replace the user's limits. The number of epochs is finite, because
-learning rate schedules may be computed from it."""
+LIMITS = {"max_epochs": RUN_DEFAULTS["max_epochs"], "max_steps": -1, "max_time": None}
+"""Limits for trials. They replace the user's limits."""
 
 BLOCK_SECONDS = 0.2
 """Approximate duration of a block, the steps of one round of a trial."""

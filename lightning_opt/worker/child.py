@@ -69,7 +69,7 @@ READ_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 torch sets its folder of compiled code when it first compiles."""
 
 _lock = threading.Lock()
-_startup_variables_of_server: dict[str, str] = {}
+_startup_variables_of_server: dict[str, str] | None = None
 
 
 def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
@@ -105,22 +105,23 @@ def start_process(function: Callable[..., None], *arguments: Any) -> tuple[BaseP
 
 def _context(environment: dict[str, str], module: str) -> Any:
     """Choose the fork server's context if its forks behave like new processes, else spawn's."""
+    global _startup_variables_of_server  # noqa: PLW0603 - one server per process
     if sys.platform == "linux" and not torch.cuda.is_available():
         read_at_start = {
             name: value
             for name, value in environment.items()
             if name.startswith(STARTUP_PREFIXES) and name not in READ_LATER
         }
-        if _startup_variables_of_server in ({}, read_at_start):
+        if _startup_variables_of_server in (None, read_at_start):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([module])
-            if not _startup_variables_of_server:
+            if _startup_variables_of_server is None:
                 resource_tracker.ensure_running()  # start it first: its start unblocks Ctrl-C
                 with defer_ctrl_c():
                     forkserver.ensure_running()
                 # This returns when the server has imported torch and Lightning.
                 context.Process(target=os.getpid).start()
-                _startup_variables_of_server.update(read_at_start)
+                _startup_variables_of_server = read_at_start
             return context
     return multiprocessing.get_context("spawn")
 

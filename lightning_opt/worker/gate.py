@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 RUN_DEFAULTS: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
-    "max_epochs": -1, "max_steps": -1,
+    "max_epochs": 100_000, "max_steps": -1,
 }  # fmt: skip
-"""Default Trainer arguments: no output, no validation, no limits."""
+"""Default Trainer arguments: no output and no validation. The number of epochs is finite, because
+learning rate schedules may be computed from it."""
 
 MAX_PAUSE = timedelta(days=1)
 """Timeout of the broadcast in which ranks above 0 wait for the next block."""

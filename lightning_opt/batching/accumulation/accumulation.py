@@ -180,7 +180,6 @@ class Accumulation(RunCallback):
         loop = trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
         self._device = trainer.strategy.root_device
-        self._parameters = parameters_of(trainer.optimizers[0]) if trainer.optimizers else []
         self._flat = flat_parameter_groups(trainer.model or pl_module)
         if self._restored_gradients:
             named = dict(pl_module.named_parameters())
@@ -257,7 +256,9 @@ class Accumulation(RunCallback):
             result = step()
             if result.closure_loss is None:
                 return result
-            return type(result)(result.closure_loss * weight, extra=result.extra)
+            scaled = type(result)(result.closure_loss * weight, extra=result.extra)
+            scaled.loss = result.loss  # for callbacks
+            return scaled
 
         return weighted
 
@@ -302,7 +303,8 @@ class Accumulation(RunCallback):
         factor = quotient(world * expected, total)
         self._unaveraged = 0
         if isinstance(factor, Tensor) or factor != 1.0:
-            collect_gradients(self._parameters, self._flat).scale_(factor)
+            parameters = parameters_of(trainer.optimizers[0])  # some may be new
+            collect_gradients(parameters, self._flat).scale_(factor)
 
     def on_train_batch_end(
         self,
@@ -322,7 +324,7 @@ class Accumulation(RunCallback):
         """Restore Lightning's window and drop the references to the run."""
         self._stack.close()
         self._make_step = self._make_zero_grad = self._split_check = None
-        self._trainer, self._parameters, self._flat = None, [], {}
+        self._trainer, self._flat = None, {}
         self._batch_weight = 1.0
         self._restored_gradients = {}
 

@@ -172,7 +172,8 @@ class DynamicBatchSize(RunCallback):
 
     def _set_size(self, loader: Any) -> None:
         """Set the size of a training loader. Called each time a loader is created."""
-        trainer, initial = self._trainer, check_loader(loader)
+        check_loader(loader)
+        trainer = self._trainer
         assert trainer is not None
         if self.size is None:  # before a checkpoint is loaded
             return
@@ -184,7 +185,7 @@ class DynamicBatchSize(RunCallback):
         for name in ("limit_train_batches", "val_check_interval"):
             batches = self._settings[name]
             if isinstance(batches, int):  # keep the samples per interval
-                setattr(trainer, name, max(1, batches * initial // self.size))
+                setattr(trainer, name, max(1, batches * self._initial // self.size))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Scale learning rates, and log the size."""

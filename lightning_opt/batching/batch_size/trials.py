@@ -16,12 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.data import BatchSampler
 
-from lightning_opt.batching.batch_size.search import (
-    FoundSizes,
-    Trial,
-    find_fastest,
-    find_largest,
-)
+from lightning_opt.batching.batch_size.search import FoundSizes, Trial, find_fastest, find_largest
 from lightning_opt.batching.loader_sizes import (
     check_loader,
     check_single_loader,
@@ -309,7 +304,8 @@ class Trials:
         """Replace the objects that a run changes, until ``stack`` closes. Return the model copy."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         model: pl.LightningModule
-        model, callbacks = _copy_or_share((module, self._callbacks), self._shared)
+        copied = module, self._callbacks, strategy.precision_plugin  # which has the loss scale
+        model, callbacks, precision = _copy_or_share(copied, self._shared)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
         # A trial has no validation metrics for hooks to read, and must not save checkpoints.
         vars(model).update(on_train_epoch_end=do_nothing, configure_callbacks=do_nothing)
@@ -331,6 +327,7 @@ class Trials:
             stack.callback(vars(owner).update, dict(vars(owner)))
         stack.callback(strategy.connect, module)
         stack.callback(vars(strategy).update, dict(vars(strategy)))
+        strategy.precision_plugin = precision
         stack.enter_context(
             replaced(
                 trainer,

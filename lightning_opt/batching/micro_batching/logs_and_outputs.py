@@ -105,8 +105,10 @@ def combine(values: Sequence[Any], weights: Weights, reduction: Any = "mean") ->
         if isinstance(values[0], Tensor):
             return getattr(torch.stack(list(values)), name)()
         return {"min": min, "max": max}[name](values)
-    terms = [weighted(_widen(value), weight) for value, weight in zip(values, weights, strict=True)]
     total = sum(weights[1:], weights[0])
+    if not isinstance(total, Tensor) and not total:  # parts without tokens
+        weights, total = [1.0] * len(values), len(values)
+    terms = [weighted(_widen(value), weight) for value, weight in zip(values, weights, strict=True)]
     return sum(terms[1:], terms[0]) / total
 
 

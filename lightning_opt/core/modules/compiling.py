@@ -20,7 +20,17 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    return any(map(is_compiled, model.modules()))
+    """Return whether a module is compiled, or has, or names in its methods, a compiled function."""
+    return any(is_compiled(part) or _uses_compiled_function(part) for part in model.modules())
+
+
+def _uses_compiled_function(module: nn.Module) -> bool:
+    methods = [getattr(type(module), name, None) for name in ("forward", "training_step")]
+    values = [*methods, *vars(module).values()]
+    for method in methods:
+        names = getattr(getattr(method, "__code__", None), "co_names", ())
+        values += [method.__globals__.get(name) for name in names]  # type: ignore[union-attr]
+    return any("_torchdynamo_orig_callable" in getattr(value, "__dict__", ()) for value in values)
 
 
 def is_checkpointed(module: nn.Module) -> bool:

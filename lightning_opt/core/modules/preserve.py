@@ -229,12 +229,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        state.restore(parameters=False)
         for module, training in modes:
             module.training = training
         for parameter, gradient, requires_grad in parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
+        state.restore(parameters=False)  # last, because it may raise
 
 
 def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> list[Undo]:

@@ -54,8 +54,9 @@ def without_side_effects(
                 manual_backward=lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
             )
         )
-        optimizers = module.optimizers()
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+        wrapped = module.optimizers()
+        wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
+        for optimizer in (*wrapped, *trainer.optimizers):
             stack.enter_context(replaced(optimizer, step=do_nothing))
         for config in trainer.lr_scheduler_configs:
             stack.enter_context(replaced(config.scheduler, step=do_nothing))

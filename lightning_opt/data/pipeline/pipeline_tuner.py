@@ -37,6 +37,7 @@ from lightning_opt.data.pipeline.loaders import (
     time_loader,
 )
 from lightning_opt.data.pipeline.search import Measured, Search
+from lightning_opt.data.randomness import wrapped
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -352,4 +353,5 @@ def max_workers_for(cpus: int, processes: int, busy: float) -> int:
 def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
     """Return whether persistent workers would see the same dataset as new ones in each epoch."""
     reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    return not hasattr(loader.dataset, "set_epoch") and not reloads
+    parts = (*wrapped(loader.dataset), loader.collate_fn)
+    return not any(hasattr(part, "set_epoch") for part in parts) and not reloads

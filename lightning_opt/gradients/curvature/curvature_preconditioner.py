@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -207,8 +208,9 @@ class CurvaturePreconditioner(GradientCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch until the optimizer steps."""
-        self._batch = (batch, batch_idx)
+        """Copy the batch for the estimate: ``training_step`` may change it."""
+        if self._steps % self.every_n_steps == 0:
+            self._batch = (copy.deepcopy(batch), batch_idx)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Drop the batch."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,16 +94,17 @@ def twice_differentiable_loss(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # other kernels have no second derivative
         stack.enter_context(run_eagerly())  # compiled graphs have no second derivative
-        no_autocast = torch.autocast(module.device.type, enabled=False)
-        with replaced(trainer.precision_plugin, train_step_context=lambda: no_autocast):
+        plugin = trainer.precision_plugin
+        context = partial(_without_autocast, plugin.train_step_context, module.device.type)
+        with replaced(plugin, train_step_context=context):
             loss = None
             if part is not batch:
                 try:
-                    loss = loss_of(trainer, module, part, batch_idx)
+                    loss = loss_of(trainer, module, copy.deepcopy(part), batch_idx)
                 except Exception as error:  # noqa: BLE001 - raised again if all of the batch fails
                     part, why = batch, f"the step failed with a part of one ({error})"
             if part is batch:
-                loss = loss_of(trainer, module, batch, batch_idx)
+                loss = loss_of(trainer, module, copy.deepcopy(batch), batch_idx)
                 if fraction < 1:
                     rank_zero_warn(
                         f"{owner} uses whole batches: {why}. Set fraction=1.0 to silence this "
@@ -115,6 +118,12 @@ def twice_differentiable_loss(
                 "one with a second derivative (a fused or custom kernel often has none), or remove "
                 "the callback."
             ) from error
+
+
+@contextmanager
+def _without_autocast(context: Callable[[], Any], device: str) -> Iterator[None]:
+    with context(), torch.autocast(device, enabled=False):
+        yield
 
 
 def mean_over_ranks(parts: list[Tensor], groups: Groups) -> list[Tensor]:

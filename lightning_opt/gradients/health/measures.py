@@ -27,7 +27,7 @@ from lightning_opt.core.modules.sharding import (
     reads_are_free,
 )
 from lightning_opt.core.numerics.norms import GradientStep, as_real, is_same
-from lightning_opt.core.numerics.scalars import wide_dtype
+from lightning_opt.core.numerics.scalars import stack_scalars, wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 
 TARGET_SAMPLE = 8192
@@ -211,8 +211,7 @@ class ActivationWatch:
             is_open = not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             if is_open and tensor.is_floating_point():
                 # Each rank checks its own part of a DTensor.
-                largest = largest_magnitude(local_part(tensor.detach()))
-                self._outputs.append((name, largest.to(wide_dtype(tensor.device))))
+                self._outputs.append((name, largest_magnitude(local_part(tensor.detach()))))
 
     def end_batch(self) -> None:
         """Deactivate the hooks, and locate the batch's first bad output on the device."""
@@ -221,7 +220,7 @@ class ActivationWatch:
             return
         names, magnitudes = zip(*self._outputs, strict=True)
         self._outputs = []
-        values = torch.stack(magnitudes)
+        values = stack_scalars(magnitudes)
         bad = values.isfinite().logical_not()
         first = bad.to(torch.int8).argmax()[None]
         is_nan = values.index_select(0, first).isnan()  # `values[first]` would wait

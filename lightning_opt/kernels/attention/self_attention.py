@@ -131,6 +131,7 @@ class RotaryEmbedding(nn.Module):
     def _grow(self, positions: int) -> None:
         self._fill(1 << (positions - 1).bit_length(), self.cos.dtype)
 
+    @torch.inference_mode(False)  # the table may grow in validation, and training needs it
     def _fill(self, positions: int, dtype: torch.dtype) -> None:
         self.cos, self.sin = rotary_tables(
             positions, self.dim, self.base, device=self.cos.device, dtype=dtype

@@ -246,7 +246,7 @@ class StepPlan:
         return {}
 
 
-def plan_step(profile: StepProfile, limit: float) -> StepPlan:
+def plan_step(runner: StepRunner, profile: StepProfile, limit: float) -> StepPlan:
     """Return the fastest plan within ``limit`` bytes, or the one that recomputes every block.
 
     The peak of the plan is measured. If it exceeds the limit, a second plan is made for a limit
@@ -256,20 +256,23 @@ def plan_step(profile: StepProfile, limit: float) -> StepPlan:
     for _ in range(2):
         solution = solve(profile.units, profile.head_peak, target)
         names = [unit.block.name for unit in profile.units]
-        names, solution = profile.runner.broadcast((names, solution))
+        names, solution = runner.broadcast((names, solution))
         if solution is None:
             break
         plan = to_plan(profile.blocks, dict(zip(names, solution.options, strict=True)))
-        step_plan = _measure(profile, plan, solution.peak, limit)
+        step_plan = _measure(runner, profile, plan, solution.peak, limit)
         if step_plan.fits:
             return step_plan
         target -= 1.1 * step_plan.excess
-    return _measure(profile, every_layer(profile.blocks), round(profile.peak()), limit)
+    every = every_layer(profile.blocks)
+    return _measure(runner, profile, every, round(profile.peak()), limit)
 
 
-def _measure(profile: StepProfile, plan: Plan, predicted: int, limit: float) -> StepPlan:
-    peak = profile.runner.peak(plan)
-    excess = profile.runner.largest(peak + profile.reserve - limit)
+def _measure(
+    runner: StepRunner, profile: StepProfile, plan: Plan, predicted: int, limit: float
+) -> StepPlan:
+    peak = runner.peak(plan)
+    excess = runner.largest(peak + profile.reserve - limit)
     return StepPlan(profile, plan, limit, predicted, peak, excess)
 
 
@@ -332,7 +335,7 @@ def plan_batch(
     unchecked_peak = profile.unchecked_peak + profile.reserve
     # A larger batch keeps the limit of the first one.
     limit = first.limit if first else budget.for_activations(unchecked_peak, persistent, room)
-    step_plan = plan_step(profile, limit)
+    step_plan = plan_step(runner, profile, limit)
     if not step_plan.fits:
         peak = step_plan.peak + profile.reserve
         error = BudgetError(str(budget), (peak + persistent) / MB, peak / unchecked_peak)

@@ -297,6 +297,8 @@ class Offload:
             self.nbytes = 0
 
             def pack(tensor: Tensor) -> Any:
+                if tensor.layout is not torch.strided:
+                    return tensor
                 storages = list(storages_of(tensor))
                 # A broadcast tensor has more elements than its storage.
                 is_small = sum(storage.nbytes() for storage in storages) < tensor.nbytes

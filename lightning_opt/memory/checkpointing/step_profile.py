@@ -118,7 +118,6 @@ class StepProfile:
         blocks: All blocks that can be recomputed.
         units: The blocks that ran, in the order of their first call.
         head_peak: Peak between the last block's forward pass and the first recomputation.
-        runner: Runs the step.
         unchecked_peak: Peak with everything kept, in bytes.
         is_measured: Whether ``unchecked_peak`` was measured; otherwise it is predicted.
         reserve: Bytes that kernels may use in addition to each peak of this profile.
@@ -127,7 +126,6 @@ class StepProfile:
     blocks: Sequence[Block]
     units: list[Unit]
     head_peak: int
-    runner: StepRunner
     unchecked_peak: int = 0
     is_measured: bool = False
     reserve: int = 0
@@ -207,7 +205,7 @@ def _profile_memory(runner: StepRunner, blocks: Sequence[Block]) -> StepProfile:
 
         runner.step.run(start)
     timelines[0].record_peak()
-    return StepProfile(blocks, timelines[0].units, timelines[0].head_peak, runner)
+    return StepProfile(blocks, timelines[0].units, timelines[0].head_peak)
 
 
 # Total seconds by module: of its forward passes (False), and of its recomputations (True).

@@ -259,7 +259,9 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
     if module is None:
         return None
     # Check only this process's shards. A collective would hang if only some ranks call this.
-    bad = nonfinite_names(dict(module.named_parameters()) | dict(module.named_buffers()))
+    bad = nonfinite_names(dict(module.named_parameters()))
+    buffers = dict(module.named_buffers())  # infinite ones are usual, as in attention masks
+    bad += [name for name in nonfinite_names(buffers) if buffers[name].isnan().any()]
     if not bad:
         return None  # only a guard can count bad steps
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""

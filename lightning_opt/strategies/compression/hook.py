@@ -161,7 +161,8 @@ class CompressedReduction:
         if bucket.index() == 0:
             self._begin_step()
         scheme = self._scheme
-        if gradient.layout is not torch.strided:  # sparse gradients of embeddings are small
+        # Sparse gradients of embeddings are small. Complex ones come as pairs of real numbers.
+        if gradient.layout is not torch.strided or bucket.parameters()[0].is_complex():
             return all_reduce_mean(gradient)
         self._elements += gradient.numel()
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)

@@ -133,7 +133,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         broadcast_all([*module.parameters(), *module.buffers()])
         for part in module.modules():
             if isinstance(part, nn.SyncBatchNorm):  # else every step would wait for other machines
-                part.process_group = self.step_group
+                self._undo.enter_context(replaced(part, process_group=self.step_group))
         if processes > 1:
             self._ddp_kwargs["process_group"] = self.step_group
             super().configure_ddp()

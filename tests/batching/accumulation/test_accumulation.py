@@ -128,6 +128,45 @@ def max_difference(model: TextNet, expected: dict[str, Tensor]) -> float:
     return max(float((p.double() - expected[n]).abs().max()) for n, p in model.state_dict().items())
 
 
+class Unfreeze(Callback):
+    """Gives the optimizer the parameters of the first layer after the first step."""
+
+    def on_fit_start(self, trainer, pl_module):
+        [group] = trainer.optimizers[0].param_groups
+        self.later, group["params"] = group["params"][:2], group["params"][2:]
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if len(trainer.optimizers[0].param_groups) == 1 and trainer.global_step == 1:
+            trainer.optimizers[0].add_param_group({"params": self.later})
+
+
+def test_parameters_added_to_the_optimizer_are_averaged():
+    """A window's last batch is smaller. Lightning averages such windows rightly with one batch."""
+    model, steps, _ = train(lo.Accumulation(3), callbacks=[Unfreeze()], max_epochs=1)
+    expected = TextNet().double()
+    first, rest = list(expected.layers[0].parameters()), list(expected.layers[2].parameters())
+    optimizer, data = torch.optim.SGD(rest, lr=0.05, momentum=0.9), Texts(29)
+    for ids in steps:
+        expected.zero_grad()
+        expected.loss({name: value[ids] for name, value in data.fields().items()}).backward()
+        optimizer.step()
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": first})
+    assert max_difference(model, expected.state_dict()) < 1e-6
+
+
+def test_outputs_have_the_loss_of_their_own_batch():
+    class Losses(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+            logged.append(float(trainer.callback_metrics["loss"]))
+
+    seen, logged = list[float](), list[float]()
+    train(lo.Accumulation(3), callbacks=[Losses()], max_epochs=1)
+    assert len(seen) == 8
+    assert seen == pytest.approx(logged)
+
+
 @pytest.mark.parametrize("per", ["samples", "tokens"])
 @pytest.mark.parametrize("batches", [1, 3])
 def test_weights_equal_training_on_whole_windows_in_float64(per, batches):

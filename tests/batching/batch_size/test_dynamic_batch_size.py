@@ -132,6 +132,14 @@ def test_every_kind_of_loader_gets_the_size_and_serves_each_sample_once(source):
         assert loader.batch_size == (None if source == "batch sampler" else 5)
 
 
+def test_limits_of_batches_stay_when_one_loader_is_given_again():
+    net = Net()
+    callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=12, scale_lr="sqrt")
+    settings = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 6}
+    quiet_trainer(callbacks=[callback], max_epochs=3, **settings).fit(net, loader_of())
+    assert [[len(batch) for batch in epoch] for epoch in net.epochs] == [[12, 12]] * 3
+
+
 @pytest.mark.parametrize(
     ("accumulate", "keep", "fits", "size"),
     [

@@ -398,3 +398,11 @@ def test_incompatible_settings_raise():
     trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=1.0)])
     with pytest.raises(MemoryError, match="Not even a batch of one sample"):
         trainer.fit(model, loader_of(64))
+
+
+def test_loss_scale_is_restored():
+    """The losses of trials overflow, which lowers the scale."""
+    plugin = lo.DynamicLossScale(2.0**40)
+    before = plugin.state_dict()
+    lo.find_batch_size(quiet_trainer(plugins=[plugin]), Wide(), loader_of(64), budget_mb=10**6)
+    assert plugin.state_dict() == before

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import batch_runner
+from lightning_opt.batching.micro_batching.logs_and_outputs import combine
 from lightning_opt.batching.split_check import SplitCheck
 from tests.batching.nets import Hooks, Net, Samples, SharpnessAware, train
 from tests.helpers.models import SmallNet, assert_same_weights
@@ -408,3 +409,8 @@ def test_learned_sizes_are_logged_reported_and_resumed(tmp_path):
 def test_lbfgs_raises():
     with pytest.raises(ValueError, match="LBFGS"):
         quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet("LBFGS"))
+
+
+def test_parts_without_tokens_count_equally():
+    assert combine([1.0, 3.0], [0.0, 0.0]) == 2.0
+    assert combine([1.0, 3.0], [0.0, 0.5]) == 3.0

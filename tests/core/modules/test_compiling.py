@@ -71,6 +71,22 @@ def test_compiled_module_is_recognized(make, with_hooks):
     assert has_compiled_parts(around)
 
 
+@torch.compile(backend="eager")
+def scaled(x):
+    return 2 * x
+
+
+class CallsCompiled(nn.Linear):
+    def forward(self, x):
+        return scaled(super().forward(x))
+
+
+@pytest.mark.parametrize("module", [CallsCompiled(2, 2), linear(activation=scaled)])
+def test_compiled_function_is_a_compiled_part(module):
+    assert not is_compiled(module)
+    assert has_compiled_parts(nn.Sequential(nn.Linear(2, 2), module))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 def test_other_modules_are_not_taken_for_compiled():
     traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))

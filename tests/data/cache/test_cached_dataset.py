@@ -65,6 +65,11 @@ def test_items_are_decoded_unchanged(item):
     assert not isinstance(item, torch.Tensor) or item.requires_grad == back.requires_grad
 
 
+def test_sparse_items_are_cached():
+    items = [torch.eye(3).to_sparse(), torch.ones(2)]
+    assert torch.equal(cached_dataset(items)[0].to_dense(), torch.eye(3))
+
+
 def test_view_is_stored_without_its_storage():
     whole = torch.randn(1000, 1000)
     assert len(encode(whole[0])) < 5000

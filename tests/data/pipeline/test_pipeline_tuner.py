@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner as tuning
@@ -336,6 +336,7 @@ def test_workers_persist_only_if_the_dataset_has_no_set_epoch():
     trainer = quiet_trainer()
     assert tuning.can_persist(trainer, DataLoader(Rows()))
     assert not tuning.can_persist(trainer, DataLoader(WithEpoch()))
+    assert not tuning.can_persist(trainer, DataLoader(ConcatDataset([Rows(), WithEpoch()])))
     trainer = quiet_trainer(reload_dataloaders_every_n_epochs=1)
     assert not tuning.can_persist(trainer, DataLoader(Rows()))
 

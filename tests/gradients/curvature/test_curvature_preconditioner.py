@@ -279,6 +279,43 @@ def test_batch_whose_part_cannot_be_used_is_used_whole(net, odd):
     assert_same_weights(part, full)
 
 
+class ChangesBatch(SmallNet):
+    """Takes the targets out of its batch, and scales the inputs in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = batch.pop("y")
+        return super().training_step((batch["x"].mul_(0.5), y), batch_idx)
+
+
+class Halved(SmallNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch["x"] * 0.5, batch["y"]), batch_idx)
+
+
+@pytest.mark.parametrize("kind", [lo.CurvaturePreconditioner, lo.CurvatureMonitor])
+def test_batch_may_be_changed_by_the_step(kind):
+    def collate(rows: Any) -> Any:
+        return dict(zip("xy", torch.utils.data.default_collate(rows), strict=True))
+
+    nets = []
+    for net in (ChangesBatch(), Halved()):
+        loader = DataLoader(loader_of(6).dataset, batch_size=4, collate_fn=collate)
+        quiet_trainer(callbacks=[kind(every_n_steps=2, fraction=0.5)]).fit(net, loader)
+        nets.append(net)
+    assert_same_weights(*nets)
+
+
+def test_double_precision_creates_tensors_in_float64():
+    class Shifted(SmallNet):
+        def step(self, batch: Any) -> Tensor:
+            dtypes.add(torch.zeros(1).dtype)
+            return super().step(batch)
+
+    dtypes: set[torch.dtype] = set()
+    fit(Shifted(), preconditioner(), precision="64-true")
+    assert dtypes == {torch.float64}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaler_does_not_change_the_steps(fused):
     """Curvature is measured in float32, and the scaler skips steps that overflow."""

@@ -61,6 +61,15 @@ def test_tables_grow_with_the_sequence():
     assert torch.equal(rotary(x[:, :1], offset=32), large(x[:, :1], offset=32))
 
 
+def test_tables_that_grow_in_validation_serve_training():
+    rotary = lo.RotaryEmbedding(4, max_positions=3)
+    x = torch.randn(1, 20, 4, requires_grad=True)
+    with torch.inference_mode():
+        rotary(x)
+    rotary(x).sum().backward()
+    assert x.grad is not None
+
+
 def test_tables_keep_their_precision_through_conversions():
     rotary = lo.RotaryEmbedding(8, max_positions=50)
     cos = rotary.cos.clone()

@@ -50,6 +50,13 @@ def test_only_activations_are_moved() -> None:
     assert offload.nbytes == 2 * 2 * 5 * 4, "the inputs of exp's and sin's derivatives"
 
 
+def test_sparse_tensors_stay() -> None:
+    adjacency, weight = torch.eye(3).to_sparse(), torch.randn(3, 2, requires_grad=True)
+    step = Offload().around(nn.Linear(1, 1), lambda: torch.sparse.mm(adjacency, weight).sum())
+    step().backward()
+    assert torch.equal(weight.grad, torch.ones(3, 2))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["none", "every_layer", "block"])
 def test_offload_is_bit_identical_and_saves_memory(policy: str) -> None:

@@ -165,6 +165,10 @@ def test_nonfinite_weights_are_found_without_a_guard():
     assert lo.doctor(trainer)["stability"].state == "look"
     trainer = fit(model := SmallNet(), [lo.NonFiniteGuard()])
     assert lo.doctor(trainer)["stability"].state == "ok"
+    model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    assert lo.doctor(trainer)["stability"].state == "ok"
+    model.register_buffer("average", torch.tensor(math.nan))
+    assert "average" in lo.doctor(trainer)["stability"].finding
     torch.nn.init.constant_(model.layer[0].weight, math.nan)
     assert lo.doctor(trainer)["stability"].state == "look"
 

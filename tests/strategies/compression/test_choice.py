@@ -235,8 +235,22 @@ class Sparse(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Complex(Sparse):
+    """Has only complex gradients, which are never compressed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.table
+        self.weight = nn.Parameter(torch.ones(5, 2, dtype=torch.complex64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        shift = complex(float(batch), self.global_rank + 1.0)
+        return (self.weight + shift).abs().square().sum()
+
+
 def _same_as_ddp() -> None:
-    for kind, steps in ((Ledger, UNCOMPRESSED), (Sparse, UNCOMPRESSED + 3)):
+    kinds = {Ledger: UNCOMPRESSED, Sparse: UNCOMPRESSED + 3, Complex: UNCOMPRESSED + 3}
+    for kind, steps in kinds.items():
         models = kind(), kind()
         for model, strategy in zip(models, ("ddp", auto_ddp()), strict=True):
             fit(model, strategy, range(steps))

@@ -242,6 +242,7 @@ def _same_start_and_buffers() -> None:
     callback = LambdaCallback(on_train_start=check, on_train_batch_end=change)
     fit(model, lo.DiLoCoStrategy(4), callbacks=[callback])
     assert (float(model.shift), float(model.odd)) == (3.0, 5.0)
+    assert model.synced.process_group is None
 
 
 def _averaged_optimizer_states() -> None:
