@@ -204,3 +204,19 @@ def test_second_run_has_its_own_measurements():
         assert "10 steps" in monitor.report().title
     steps = [point[0] for point in monitor.state_dict()["throughput"]["whole"]]
     assert steps == sorted(steps)
+
+
+@pytest.mark.filterwarnings("ignore:.*yielded None")
+def test_skipped_batch_has_no_tokens():
+    class Tokens(SmallNet):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch["ids"], batch["y"]), batch_idx)
+
+    inputs, targets = next(iter(loader_of(1)))
+    rows = [{"ids": inputs, "y": targets}, None] * 3
+    loader = DataLoader(rows, batch_size=None)
+    monitor = lo.PerformanceMonitor(every_n_steps=1, tokens="ids", sample_seconds=0.05)
+    profiler = lo.StepProfiler(tokens="ids", print_table=False)
+    trainer = quiet_trainer(callbacks=[monitor], profiler=profiler)
+    trainer.fit(Tokens(), loader)
+    assert trainer.global_step == 3
