@@ -304,8 +304,8 @@ class Trials:
         """Replace the objects that a run changes, until ``stack`` closes. Return the model copy."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         model: pl.LightningModule
-        copied = module, self._callbacks, strategy.precision_plugin  # which has the loss scale
-        model, callbacks, precision = _copy_or_share(copied, self._shared)
+        originals = module, self._callbacks, strategy.precision_plugin  # which has the loss scale
+        model, callbacks, precision = _copy_or_share(originals, self._shared)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
         # A trial has no validation metrics for hooks to read, and must not save checkpoints.
         vars(model).update(on_train_epoch_end=do_nothing, configure_callbacks=do_nothing)

@@ -211,7 +211,8 @@ class ActivationWatch:
             is_open = not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             if is_open and tensor.is_floating_point():
                 # Each rank checks its own part of a DTensor.
-                self._outputs.append((name, largest_magnitude(local_part(tensor.detach()))))
+                largest = largest_magnitude(local_part(tensor.detach()))
+                self._outputs.append((name, largest.to(wide_dtype(tensor.device))))
 
     def end_batch(self) -> None:
         """Deactivate the hooks, and locate the batch's first bad output on the device."""

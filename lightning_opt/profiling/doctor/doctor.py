@@ -15,6 +15,7 @@ import lightning_opt
 from lightning_opt.core.measure.machine import why_no_bf16
 from lightning_opt.core.measure.memory import MB, peak_usage
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.core.numerics.norms import nonfinite_names
 from lightning_opt.core.output.report import TOPICS, Report, State, Verdict
 
@@ -261,7 +262,7 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
     # Check only this process's shards. A collective would hang if only some ranks call this.
     bad = nonfinite_names(dict(module.named_parameters()))
     buffers = dict(module.named_buffers())  # infinite ones are usual, as in attention masks
-    bad += [name for name in nonfinite_names(buffers) if buffers[name].isnan().any()]
+    bad += [name for name in nonfinite_names(buffers) if local_part(buffers[name]).isnan().any()]
     if not bad:
         return None  # only a guard can count bad steps
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
