@@ -141,7 +141,7 @@ class Unfreeze(Callback):
 
 
 def test_parameters_added_to_the_optimizer_are_averaged():
-    """A window's last batch is smaller. Lightning averages such windows rightly with one batch."""
+    """The last window of an epoch has a batch of four samples and one of one."""
     model, steps, _ = train(lo.Accumulation(3), callbacks=[Unfreeze()], max_epochs=1)
     expected = TextNet().double()
     first, rest = list(expected.layers[0].parameters()), list(expected.layers[2].parameters())

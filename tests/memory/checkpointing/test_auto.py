@@ -1,6 +1,7 @@
 """Plans of policy `"auto"` meet their budget; measuring leaves training unchanged."""
 
 import random
+import weakref
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -349,3 +350,20 @@ def test_feasible_limit_is_met_for_random_sizes() -> None:
         solution = solve(items, 5_000_000, limit)
         assert solution is not None
         assert solution.peak <= limit
+
+
+def test_planned_batch_is_released_after_its_step():
+    class Watching(Wide):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            alive.append([number for number, ref in enumerate(batches) if ref() is not None])
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            batches.append(weakref.ref(batch))
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(range(4), batch_size=None, collate_fn=lambda _: torch.randn(128, 64))
+
+    batches, alive = list[weakref.ref[Tensor]](), list[list[int]]()
+    fit(ActivationCheckpointing("auto", budget=0.6), Watching())
+    assert alive[-1] == [len(batches) - 1] == [1]
