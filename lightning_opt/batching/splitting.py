@@ -73,7 +73,7 @@ class Splitter:
         return Reading(readings[0].samples, lists)
 
     def shares(self, pieces: Pieces) -> list[Any]:
-        """Return the factor on each part's loss: a number, or a tensor that is never read."""
+        """Return the factor on each part's loss: a number, or a tensor that stays on its device."""
         if len(pieces) == 1 or self._loss == "sum":
             return [1.0] * len(pieces)
         weights: list[Any] = [samples for _, samples in pieces]

@@ -22,10 +22,9 @@ DRAWS = 3
 def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
     """Return the evidence that the items of ``dataset`` are random, or None.
 
-    Each item is fetched a few times from different states of the global generators. There are two
-    kinds of evidence: a draw from one of these generators, even if the item stays the same, and an
-    item that differs between fetches, because the dataset has its own generator. Rare draws from
-    its own generator can be missed.
+    Each item is fetched a few times from different states of the global generators. Evidence is a
+    draw from one of these generators, even if the item stays the same, or an item that differs
+    between fetches. Rare draws from the dataset's own generator can be missed.
 
     The global generators, and the attributes of ``dataset`` and the datasets inside it, are
     restored.

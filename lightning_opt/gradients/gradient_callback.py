@@ -83,9 +83,9 @@ class GradientCallback(RunCallback):
 
     Attributes:
         names: The model's parameters by name; empty outside of a fit.
-        barriers: By optimizer index: infinity if this callback skips the update of this step, else
-            0. Later callbacks get no gradients of a skipped update. If the device skips it, the
-            barrier is a tensor, and is added to the norm for later callbacks.
+        barriers: One number per optimizer index: infinity if this callback skips the update of
+            this step, else 0. If the host skips it, later callbacks get no gradients. If the device
+            skips it, the number is a tensor, and later callbacks see it added to the norm.
 
     Raises:
         ValueError: In ``setup`` under DeepSpeed, which keeps gradients in its own buffers; in

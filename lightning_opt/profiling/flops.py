@@ -37,9 +37,9 @@ class FlopCount(TorchDispatchMode):
     """Counts matrix products, convolutions and attention in a ``with`` block, by torch's formulas.
 
     Unlike torch's ``FlopCounterMode`` it needs no hooks on modules, separates recomputation, counts
-    this process's part of a sharded product, and continues if a formula fails. Gradients are
-    disabled in a backward pass. So an operation in it with gradients enabled counts as
-    recomputation. This is wrong for ``create_graph=True``, which enables gradients too.
+    this process's part of a sharded product, and continues if a formula fails. A plain
+    backward pass disables gradients, so an operation in it with gradients enabled counts as
+    recomputation. With ``create_graph=True`` gradients are enabled, so the count is wrong.
 
     Attributes:
         failures: The operators whose formula failed, with the error. They are not counted.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 PIECE_BYTES = 2**18
-"""Bytes per message: gloo sends a large message first in one direction and then in the other."""
+"""Bytes per message. gloo sends a larger message in one direction at a time."""
 
 
 def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -40,7 +40,7 @@ def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
 
 
 def is_finite(values: Tensor) -> Tensor:
-    """Return whether all elements of a one-dimensional tensor are finite, without a read."""
+    """Return whether all elements of a one-dimensional tensor are finite, as a tensor."""
     # The cheapest pass on a CPU. A NaN appears in both results.
     low, high = (values if len(values) else values.new_zeros(1)).aminmax()
     return low.isfinite() & high.isfinite()

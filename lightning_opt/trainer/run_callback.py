@@ -41,7 +41,7 @@ class RunCallback(BaseCallback):
     """The constructor argument that sets how many batches make a step; empty if none does."""
 
     runs_in_trials: bool = True
-    """Whether trials of batch sizes run a copy of it, because it needs memory or changes steps."""
+    """Whether trials of batch sizes run a copy of it: if it needs memory or changes steps."""
 
     _model: ref[pl.LightningModule] | None = None
 

@@ -29,7 +29,7 @@ TOO_SLOW = 1.5
 """Ratio of step times above which a trial for throughput stops early."""
 
 MAX_EFFECT_TO_ADD = 1.1
-"""Maximum effect of a switch that is tried with the best configuration; 1 is no effect."""
+"""Maximum effect of a switch that is added to the best configuration. An effect of 1 is none."""
 
 MAX_OVER_PREDICTED = 1.04
 """Maximum ratio between a configuration's score and the product of its switches' effects. Above it,
@@ -159,8 +159,8 @@ class Search:
     """Finds the best configuration, a set of switches that are on, with few trials.
 
     Each switch is tried alone. Then all switches that gain are combined, because most gains
-    multiply. The switches ``late`` follow, each together with those that gain. Finally, one switch
-    of the best configuration is removed, added or replaced. This is repeated while the score
+    multiply. Then each switch in ``late`` is tried together with those that gain. Finally, one
+    switch of the best configuration is removed, added or replaced. This is repeated while the score
     improves.
 
     Args:

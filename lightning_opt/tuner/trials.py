@@ -26,7 +26,7 @@ CLEAR = 0.2
 
 TURN_SECONDS = 0.05
 """Duration of a turn on a CPU without loader workers. The scheduler favours one process for short
-periods. Turns of 150 ms exceed these, and more than double the noise for the same total time."""
+periods. Turns of 150 ms are longer than these periods, and more than double the noise."""
 
 MAX_STEPS_PER_BLOCK = 200
 """Maximum number of steps per block."""

@@ -65,7 +65,7 @@ changes since the start of the server.
 """
 
 READ_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables with these prefixes that a fork does not ignore: a run sets its own ``sys.path``, and
+"""Variables among these that a fork does not ignore: a run sets its own ``sys.path``, and
 torch sets its folder of compiled code when it first compiles."""
 
 _lock = threading.Lock()

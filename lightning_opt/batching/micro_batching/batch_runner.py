@@ -249,7 +249,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         loops = package_of(strategy).loops
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            # Only the last part reduces gradients, under DDP with "auto" in `last_backward`.
+            # Only the last part reduces gradients. Under DDP with "auto", `last_backward` does it.
             no_reduction = not accumulating and (self._ranks.reduces or not is_last)
             with loops.utilities._block_parallel_sync_behavior(strategy, no_reduction):
                 loss, extra = self._forward(piece, number)

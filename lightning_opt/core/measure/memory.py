@@ -174,9 +174,10 @@ def live_source(device: torch.device) -> str:
 class PeakMeter:
     """Measures peak memory since its start. Several meters can run at the same time.
 
-    On CUDA it counts the memory of tensors; with ``fragments`` also unused memory in partly used
-    blocks, up to the memory reserved from the device. Elsewhere it is resident memory. Linux
-    records that peak; on other systems ``samples`` is True, and :meth:`sample` must be called.
+    On CUDA it counts the memory of tensors. With ``fragments`` it adds the unused memory in partly
+    used blocks; the sum is at most the memory reserved from the device. Elsewhere it is resident
+    memory. Linux records that peak; on other systems ``samples`` is True, and :meth:`sample` must
+    be called.
 
     Torch's allocator and the kernel keep one peak per process. Before a meter resets it, all other
     meters read it.

@@ -32,10 +32,10 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """Return the repeated blocks of ``model``, in order of registration; none contains another.
 
     Children of one module form a run if they have the same class and contain more than a plain
-    layer. The members of a run are blocks, with two exceptions. In these, the smaller blocks inside
-    the members are returned: if a member contains a longer run than its own (an encoder beside a
-    decoder), and if members contain runs and differ in shape (the stages of a hierarchical vision
-    model). So experts and attention heads stay inside their layer.
+    layer. The members of a run are blocks, so experts and attention heads stay inside their layer.
+    There are two exceptions, where the smaller blocks inside the members are returned: a member
+    contains a longer run than its own (an encoder beside a decoder), or the members contain runs
+    and differ in shape (the stages of a hierarchical vision model).
     """
     return list(_collect(model, "", set()))
 

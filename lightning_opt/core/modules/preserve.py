@@ -52,8 +52,8 @@ class StepState:
     it was written.
 
     Attributes:
-        parameters_change: Whether a step is known to write parameters, perhaps through ``.data``,
-            where it cannot be detected.
+        parameters_change: Whether a step is known to write parameters. Writes through ``.data``
+            cannot be detected.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

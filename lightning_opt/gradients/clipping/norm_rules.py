@@ -135,9 +135,9 @@ class MeanStd(NormRule):
     """Clips above the mean plus ``k`` standard deviations of the last ``window`` norms.
 
     A norm is compared with earlier norms, so a spike does not raise its own threshold. With the raw
-    history a spike raises the next thresholds: the last of ten spikes in a row is hardly clipped,
-    and a lasting change of the norm is accepted within a few steps. With the clipped history
-    repeated spikes are clipped, and a lasting change is accepted slowly.
+    history a spike raises later thresholds: the tenth spike in a row is hardly clipped, and a new
+    level of the norm is accepted within a few steps. With the clipped history all ten are clipped,
+    and a new level is accepted slowly.
 
     Args:
         k: Standard deviations (population) above the mean, above 0.

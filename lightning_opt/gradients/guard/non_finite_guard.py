@@ -59,8 +59,8 @@ class NonFiniteGuard(GradientCallback):
        data loader is not reset, so the batches before the rollback are not repeated.
     4. ``max_consecutive`` faults: the run stops with an error that explains the reason.
 
-    A NaN weight triggers response 3 at once, or 4 without a snapshot, because skipping cannot
-    repair it. Spikes alone never stop a run. Spikes that persist after response 3 are accepted as
+    Skipping cannot repair a NaN weight: it triggers response 3 at once, or 4 if there is no
+    snapshot. Spikes alone never stop a run. Spikes that persist after response 3 are accepted as
     the usual level.
 
     All ranks decide together, with one all-gather of two numbers per step. Each replica of

@@ -97,7 +97,7 @@ class LayerStats:
     def flow(self) -> float:
         """RMS of the weights' gradients over steps and non-zero elements.
 
-        Zeros do not count. A batch may use only a few rows of an embedding, which stays comparable
+        Zeros do not count. So an embedding of which a batch uses only a few rows stays comparable
         with other layers.
         """
         elements = sum(p.active for p in self.weights)

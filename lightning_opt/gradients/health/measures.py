@@ -55,8 +55,8 @@ class NormWindow:
     def blocks(self) -> list[tuple[list[str], Tensor]]:
         """Return one block for each run of consecutive steps with the same tensors.
 
-        A block has the tensors' names, and norms of shape ``(steps, 1 + names)`` on their device:
-        first the total norm, then one per tensor.
+        A block has the tensors' names and a tensor of norms on their device, of shape
+        ``(steps, 1 + names)``. Its first column is the total norm.
         """
         blocks = []
         for _, run in itertools.groupby(self._steps, lambda step: (id(step[0]), type(step[1]))):

@@ -26,7 +26,7 @@ class BlockGroup:
 
     Attributes:
         blocks: At least one block.
-        selection: Factory of the rule that selects operators to keep; for single modules only.
+        selection: Makes the rule for the operators to keep. Only for a block of one module.
     """
 
     blocks: tuple[Block, ...]

@@ -58,8 +58,8 @@ class _RepeatCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Autograd saves an operator's inputs before its dispatch and its result after it, so this
-        # counts the operators up to the last saved tensor.
+        # torch stops a recomputation at the last saved tensor, so this counts only the operators
+        # that run again.
         if func is not aten.detach.default:
             self._selection.repeated = (self._selection.repeated or 0) + 1
         return func(*args, **(kwargs or {}))

@@ -146,9 +146,9 @@ class WrittenState:
             self.read_only = buffers.isdisjoint(self._written)
 
     def replace(self, values: dict[Key, Any]) -> list[Entry]:
-        """Set each entry to a copy of its value in ``values``, else of its own value.
+        """Replace each entry by a copy of its value in ``values``, or else of its current value.
 
-        Return the entries before the change.
+        Return the old entries.
         """
         if self.read_only and not values:
             return []

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Action = Literal["gc", "cuda_cache", "malloc_trim"]
 
 MIN_GAIN_SHARE = 0.25
-"""A cleanup succeeds if it frees at least this share of the gap from release to threshold."""
+"""A cleanup is useful if it frees at least this share of ``threshold - release``."""
 
 MAX_FAILURES = 3
 """Maximum number of consecutive failed cleanups; then cleaning stops."""

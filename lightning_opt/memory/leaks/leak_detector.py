@@ -45,8 +45,8 @@ class LeakDetector(RunCallback):
     it counts the containers and autograd graphs that your module, callbacks, loggers, data and
     Python modules reference, four times over the next steps. It reports those that grew every time,
     with the path that leads to them.
-    A container that may be cleared at the end of an epoch is only reported if it still grows in the
-    next epoch, or if memory would run out before. Without a trend, nothing is counted.
+    Some containers are cleared at the end of an epoch. So a container is reported only if it still
+    grows in the next epoch, or if memory would run out first. Without a trend, nothing is counted.
 
     ============= ===============================================================================
     kind          meaning

@@ -118,13 +118,13 @@ class DynamicLossScale(BaseMixedPrecision):
     - It logs its values, and schedulers do not step on skipped updates.
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
-    Lightning counts a skipped step in ``global_step``, and steps the learning-rate schedulers of
-    ``interval="step"``, so a warm-up begins with steps that never took place. Here these schedulers
-    do not step on skipped updates. ``global_step`` still counts them, since loggers, checkpoints
-    and ``max_steps`` depend on it.
+    Lightning counts a skipped step in ``global_step``, and steps the schedulers of
+    ``interval="step"``. Here these schedulers wait. ``global_step`` still counts, since loggers,
+    checkpoints and ``max_steps`` depend on it.
 
-    On an accelerator, the host does not wait for the device between reports. Schedulers therefore
-    skip their step two steps late, and the error of a collapsed scale is raised at the next report.
+    On an accelerator, the host does not wait for the device between reports. So a scheduler skips
+    its step two steps after the skipped update, and the error of a collapsed scale comes with the
+    next report.
 
     Logged every ``every_n_steps`` optimizer steps:
 

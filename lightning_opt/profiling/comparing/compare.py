@@ -223,8 +223,8 @@ def compare(
     A step is one batch. Its time runs from the end of the previous batch to its own end, so it
     includes data and callbacks. Validation and checkpoints are included only if the settings enable
     them. Loggers write nothing. Loader workers pause between turns, and the first step after a
-    pause is not timed. Ratios are computed from means of turns. They include work that happens
-    every few steps, but not work so rare that it is missing from most turns.
+    pause is not timed. Ratios are computed from means of turns. Work that happens
+    every few steps is included. Work that is missing from most turns is not.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path

@@ -160,7 +160,7 @@ def _runs_on_device(phase: int) -> bool:
 
 
 def _priority(phase: int) -> int:
-    """Return a phase's priority. Inner phases of lower priority count for the outer phase."""
+    """Return a phase's priority. An inner phase of lower priority is part of the outer phase."""
     return _PRIORITIES.get(phase, int(phase >= len(NAMES)))
 
 

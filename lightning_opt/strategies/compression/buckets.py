@@ -54,7 +54,7 @@ class Bucket(Residual):
         torch.addcdiv(self.committed, gradient, scale, out=self.pending)
 
     def exclude_unused(self, name: str) -> None:
-        """Exclude the residual of a parameter from the step, because no rank uses it."""
+        """Exclude the residual of a parameter that this rank does not use in this step."""
         part = self.parts[name]
         self.pending[part].sub_(self.committed[part])
         self._skipped_names.add(name)

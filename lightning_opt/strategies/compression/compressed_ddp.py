@@ -42,8 +42,9 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     beats by 10% of a step (Top-K: 25%). The choice is logged, :meth:`describe` returns the step
     times, and a resumed run keeps the choice.
 
-    If a guard or a loss scaler skips a step, its residual is discarded. If any rank's gradient has
-    a NaN or an infinity, all ranks get NaN for the whole bucket, so all of them skip the step.
+    If a guard or a loss scaler skips a step, the residual stays as before it. If any rank's
+    gradient has a NaN or an infinity, all ranks get NaN for the whole bucket, so all of them skip
+    the step.
 
     With Top-K and Threshold, gradients are clipped before they enter the residual: with
     ``Trainer(gradient_clip_val=c)`` each of N ranks clips each bucket at ``c / sqrt(N)``, and the

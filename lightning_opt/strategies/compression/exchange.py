@@ -1,7 +1,7 @@
 """Averages one bucket over all ranks: uncompressed, by an all-gather, or in two stages.
 
-A collective's callback never launches another collective: gloo matches collectives by the order of
-their calls, so that would deadlock. Every rank adds the messages in rank order, so that all
+On a CPU, a collective's callback never launches another one: gloo matches collectives by the order
+of their calls, so that would deadlock. Every rank adds the messages in rank order, so that all
 replicas are bit-identical.
 
 The traffic of an all-gather grows with the number of ranks. In two stages, each rank sums one shard

@@ -62,8 +62,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     Args:
         sync_every: Optimizer steps per window, H in the papers.
-        outer_lr: Learning rate of the outer steps; None for the best value at ``sync_every``.
-        outer_momentum: Nesterov momentum of the outer steps; None likewise.
+        outer_lr: Learning rate of the outer steps; None for the best at ``sync_every``.
+        outer_momentum: Nesterov momentum of the outer steps; None for the best at ``sync_every``.
         fragments: Number of parts of the model that take turns.
         delay: Optimizer steps that the exchange of a fragment may take; 0 to wait for it.
         compression: ``"int8"``, ``"int4"`` or ``"float32"``: the format of sent pseudo-gradients.
