@@ -54,8 +54,8 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
     """Return the loss scale in the optimizer's gradients before its step, still on the device.
 
     It is 1 if the gradients are already unscaled. Lightning unscales them before
-    ``on_before_optimizer_step``, except for fused optimizers, which unscale in their own step, and
-    except if ``training_step`` returned None.
+    ``on_before_optimizer_step``, unless the optimizer is fused and unscales in its own step, or
+    ``training_step`` returned None.
     """
     scale = loss_scale(trainer)
     if scale is None:

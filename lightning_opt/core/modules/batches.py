@@ -197,6 +197,8 @@ def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:
     ``tokens`` is the number per sample, or the key of the tensor whose elements are counted. The
     error for a missing tensor names the class ``owner``.
     """
+    if batch is None:  # one that Lightning skips
+        return 0
     if isinstance(tokens, int):
         return tokens * samples_in(batch, default=1)
     part = batch.get(tokens) if isinstance(batch, Mapping) else None

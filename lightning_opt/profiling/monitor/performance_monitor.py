@@ -241,9 +241,7 @@ class PerformanceMonitor(RunCallback):
         return judge(self.record, self.fall)
 
     def _tokens_of(self, batch: Any) -> int:
-        if self.tokens is None or batch is None:
-            return 0
-        return tokens_in(batch, self.tokens, "PerformanceMonitor")
+        return 0 if self.tokens is None else tokens_in(batch, self.tokens, "PerformanceMonitor")
 
     def release(self, trainer: pl.Trainer) -> None:
         """End the sampling thread."""

@@ -273,7 +273,7 @@ class EpochHooks:
     ) -> Any:
         if self._trainer.training:
             self.samples = samples_in(batch, default=1)
-            if self._tokens is not None and batch is not None:
+            if self._tokens is not None:
                 self.tokens = tokens_in(batch, self._tokens, "StepProfiler")
         return inner(batch, *args, **kwargs)
 
