@@ -172,7 +172,7 @@ class UpdateControl:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer: Any = optimizer
+        self.optimizer: Any = optimizer
         self._skip: Condition = False
         self._lr_scale = 1.0
         self._changes, self._patch = ExitStack(), ExitStack()
@@ -228,7 +228,7 @@ class UpdateControl:
         except _SkippedUpdate:
             if changed_weights:
                 rank_zero_warn(
-                    f"NonFiniteGuard skips a step of {type(self._optimizer).__name__}, which had "
+                    f"NonFiniteGuard skips a step of {type(self.optimizer).__name__}, which had "
                     "changed the weights before it evaluated the loss, or between two "
                     "evaluations. This change is not undone."
                 )
@@ -242,21 +242,21 @@ class UpdateControl:
 
         It is 0 for torch's own optimizers, which are not checked.
         """
-        if type(self._optimizer).__module__.startswith("torch.optim"):
+        if type(self.optimizer).__module__.startswith("torch.optim"):
             return 0
-        return sum(parameter._version for parameter in parameters_of(self._optimizer))
+        return sum(parameter._version for parameter in parameters_of(self.optimizer))
 
     def _run_post_hooks(self, kwargs: dict[str, Any]) -> None:
         """Run the optimizer's post hooks without gradients, because its pre hooks have run."""
-        for parameter in parameters_of(self._optimizer):
+        for parameter in parameters_of(self.optimizer):
             self._changes.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        own = self._optimizer._optimizer_step_post_hooks
+        own = self.optimizer._optimizer_step_post_hooks
         for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
-            hook(self._optimizer, (), kwargs)
+            hook(self.optimizer, (), kwargs)
 
     def _apply(self) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         self._changes.close()  # changes of an earlier evaluation of the loss
         if isinstance(self._skip, Tensor):
             flag = self._skip.to(torch.float32)

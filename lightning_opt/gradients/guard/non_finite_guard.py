@@ -176,7 +176,7 @@ class NonFiniteGuard(GradientCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the parameters and patch the optimizers' ``step``."""
         super().on_fit_start(trainer, pl_module)
-        self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
+        self._patch_optimizers(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Back up the loaded buffers, and take a snapshot or check the weights."""
@@ -189,8 +189,14 @@ class NonFiniteGuard(GradientCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record the batch's index."""
+        """Record the batch's index, and what changed between two batches."""
         self._batch_idx = batch_idx
+        if [control.optimizer for control in self._controls] != trainer.optimizers:
+            self._patch_optimizers(trainer)
+            if self.escalation.policy == "rollback":
+                self._respond(trainer, pl_module)
+        if self._buffers is not None and not self._losses:
+            self._buffers.restore_or_save(False)
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
@@ -272,6 +278,11 @@ class NonFiniteGuard(GradientCallback):
         self._count_delayed(self._delayed.flush())
         if self._faults:
             self._respond(trainer, pl_module)
+
+    def _patch_optimizers(self, trainer: pl.Trainer) -> None:
+        for control in self._controls:
+            control.release()
+        self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
     def _count_step(self, detection: Detection, record: StepRecord) -> None:
         """Count a step. Its detection must be on the host. The record of a fault is kept."""

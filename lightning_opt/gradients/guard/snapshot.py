@@ -73,7 +73,7 @@ class BufferBackup:
         elif isinstance(restore, Tensor):
             restore = restore.bool()
             for places, whole in self._kinds:
-                torch.where(restore, whole, _join(live, places), out=whole)
+                torch.where(restore.to(whole.device), whole, _join(live, places), out=whole)
             torch._foreach_copy_(live, self._saved)
         elif restore:
             torch._foreach_copy_(live, self._saved)

@@ -230,7 +230,9 @@ class DynamicLossScale(BaseMixedPrecision):
         updates = self.scaler.updates
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         if self.scaler.updates == updates:
-            return result  # `training_step` returned None: there was nothing to update
+            # `training_step` returned None. Nothing was updated, but clipping may have unscaled.
+            self.scaler._per_optimizer_states.clear()
+            return result
         self._steps += 1
         last_skipped = self.scaler.last_skipped
         if isinstance(last_skipped, Tensor):
@@ -255,7 +257,7 @@ class DynamicLossScale(BaseMixedPrecision):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
         if clip_val > 0 and optimizer_handles_unscaling(optimizer):
             state = self.scaler._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.READY:
+            if state["stage"] is OptState.READY and self.scaler._scale is not None:
                 self.scaler.unscale_(optimizer)
         Precision[0].clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 

@@ -189,10 +189,13 @@ def average_changed(tensors: Sequence[Tensor], before: Sequence[float]) -> None:
     """Average the tensors that have changed on any process since their ``checksums``.
 
     Each element is averaged over the processes where it is finite; without any, it stays unchanged.
-    The mean is computed in float64, where the mean of equal numbers is exact.
+    The mean is computed in float64, where the mean of equal numbers is exact. All tensors are
+    averaged if their number has changed.
     """
     if not tensors:
         return
+    if len(before) != len(tensors):
+        before = [math.nan] * len(tensors)
     pairs = zip(checksums(tensors), before, strict=True)
     changed = [new != old and not (math.isnan(new) and math.isnan(old)) for new, old in pairs]
     flags = largest_over_ranks(map(float, changed), tensors[0].device)
@@ -206,15 +209,20 @@ def average_changed(tensors: Sequence[Tensor], before: Sequence[float]) -> None:
 
 
 def average_states(optimizer: Optimizer) -> None:
-    """Average the floating tensors of an optimizer's state that exist on every process."""
+    """Average the floating tensors of an optimizer's state that exist on every process.
+
+    A quantized state stays as it is: a mean of its scales does not fit the codes of any process.
+    """
     reset_non_finite(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = {
-        (number, key, tuple(value.shape)): value
-        for number, parameter in enumerate(parameters)
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
+    states = {}
+    for number, parameter in enumerate(parameters):
+        state = optimizer.state.get(parameter, {})
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        if all(t.is_floating_point() or t.numel() == 1 for t in tensors.values()):
+            for key, value in tensors.items():
+                if value.is_floating_point():
+                    states[number, key, tuple(value.shape)] = value
     world = dist.get_world_size()
     keys_by_rank = gather_objects(list(states), (dist.group.WORLD,))
     for key, tensor in states.items():

@@ -198,17 +198,19 @@ class Replica:
             # Manual optimization may freeze parameters temporarily.
             if parameter.requires_grad or name in momentum
         }
-        in_fragments = set(trained.values())
+        self._trained = list(trained.values())
+        in_fragments = set(self._trained)
         self._frozen = [one for one in self._module.parameters() if one not in in_fragments]
-        others = (*self._module.buffers(), *self._frozen)
-        self._tensors = [one for one in others if one.is_floating_point() and one.numel()]
-        self._num_untrained = len(self._tensors)  # the trained parameters follow them
-        self._tensors += trained.values()
-        self._checksums = checksums(self._tensors)
+        self._checksums = checksums(self._tensors())
         self._fragments = cut_into_fragments(trained, self._plan.fragments)
         for name, part in momentum_of(self._fragments).items():
             if name in momentum:
                 part.copy_(momentum[name])
+
+    def _tensors(self) -> list[Tensor]:
+        """Return all floating tensors: the trained parameters first, then the current buffers."""
+        others = (*self._module.buffers(), *self._frozen)
+        return self._trained + [one for one in others if one.is_floating_point() and one.numel()]
 
     def before_step(self) -> None:
         """Add newly unfrozen parameters to the fragments while all replicas have equal ones."""
@@ -286,10 +288,11 @@ class Replica:
             for number, fragment in enumerate(self._fragments):
                 self._merge(number, average=True)
                 fragment.set_outer()  # weights of half precision are rounded
-            self._checksums[self._num_untrained :] = checksums(self._tensors[self._num_untrained :])
+            self._checksums[: len(self._trained)] = checksums(self._trained)
         # Also averages tensors that callbacks have replaced, for example by an EMA.
-        average_changed(self._tensors, self._checksums)
-        self._checksums = checksums(self._tensors)
+        tensors = self._tensors()
+        average_changed(tensors, self._checksums)
+        self._checksums = checksums(tensors)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -220,6 +221,38 @@ def test_sparse_and_float8_buffers_are_kept(policy: Any, form: str) -> None:
     assert [event["batch_idx"] for event in guard.events] == [5]
     assert torch.equal(guarded.graph.to_dense().float(), dense)
     assert_same_weights(guarded.head, fit(FaultyNet({}, leave_out=[5])).head)
+
+
+class NewOptimizer(Callback):
+    """Replaces the optimizer by a new one before batch 3."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 3:
+            trainer.strategy.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=0.02)]
+
+
+def test_optimizer_that_replaces_another_during_the_fit_is_guarded() -> None:
+    guarded = fit(FaultyNet({5: "nan"}), NewOptimizer(), lo.NonFiniteGuard(lr_backoff=1.0))
+    clean = fit(FaultyNet({}, leave_out=[5]), NewOptimizer())
+    assert_same_weights(guarded, clean)
+    faults = dict.fromkeys(range(4, 7), "nan")
+    guard = lo.NonFiniteGuard("rollback", backoff_after=1, rollback_after=2)
+    assert all_finite(fit(FaultyNet(faults), NewOptimizer(), guard))
+    assert guard.escalation.rollbacks == 1
+
+
+def test_buffer_changed_between_two_steps_keeps_its_value_at_a_fault() -> None:
+    class Averaged(FaultyNet):
+        def __init__(self, faults: Any) -> None:
+            super().__init__(faults)
+            self.register_buffer("averaged", torch.tensor(0))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.averaged += 1
+
+    assert fit(Averaged({5: "nan"}), lo.NonFiniteGuard()).averaged == 12
 
 
 KINDS = {

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lightning_opt as lo
 from tests.helpers.footprint import model_footprint, trainer_footprint
@@ -148,6 +148,28 @@ def path(request, monkeypatch):
     if request.param == "device":
         take_device_path(monkeypatch)
     return request.param
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_windows_that_end_without_a_loss_change_nothing(fused):
+    class WithoutLoss(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if batch_idx in self.kept else None
+
+    # Windows of three batches: without a loss, with an update, ending without a loss, an update.
+    # Clipping unscales the gradients of a fused optimizer.
+    settings = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
+    nets = [WithoutLoss(12, fused=fused) for _ in range(2)]
+    for net, more in zip(nets, ([], [6]), strict=True):
+        net.kept = [3, 4, 5, 9, 10, 11, *more]
+        fit(net, lo.DynamicLossScale(), **settings)
+    assert_same_weights(*nets)
+    expected = Net(12, fused=fused)
+    rows = [4 * batch + row for batch in (3, 4, 5, 9, 10, 11) for row in range(4)]
+    expected.train_dataloader = lambda: DataLoader(Subset(data(12), rows), batch_size=BATCH)
+    fit(expected, lo.DynamicLossScale(), **settings)
+    assert_same_weights(nets[0], expected)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])

@@ -230,31 +230,44 @@ def _same_start_and_buffers() -> None:
         assert module.synced.process_group.size() == 1
 
     def change(trainer: Any, module: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 3:
-            module.shift.fill_(4.0)
-            module.odd.fill_(torch.nan)
+        if trainer.global_step == 3:
+            module.late = torch.tensor(rank + 1.0)
+            if rank == 1:
+                module.shift.fill_(4.0)
+                module.assigned = torch.tensor(4.0)
+                module.odd.fill_(torch.nan)
 
     model, rank = Net(), dist.get_rank()
     model.register_buffer("shift", torch.tensor(2.0 + rank))
     model.register_buffer("odd", torch.tensor(5.0))
+    model.register_buffer("assigned", torch.tensor(2.0))
+    model.register_buffer("late", None)
     model.synced = nn.SyncBatchNorm(4)
     model.layer[0].weight.data += rank  # type: ignore[index, operator]
     callback = LambdaCallback(on_train_start=check, on_train_batch_end=change)
     fit(model, lo.DiLoCoStrategy(4), callbacks=[callback])
-    assert (float(model.shift), float(model.odd)) == (3.0, 5.0)
+    assert (float(model.shift), float(model.assigned), float(model.odd)) == (3.0, 3.0, 5.0)
+    assert float(model.late) == 1.5
     assert model.synced.process_group is None
 
 
 def _averaged_optimizer_states() -> None:
-    """Except where only one replica has a state; a state that is not finite starts anew."""
+    """Except for quantized states and where only one replica has a state; NaN is reset."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer, rank = torch.optim.SGD(parameters), dist.get_rank()
     for number, values in enumerate(([1.0, 3.0], [2.0, torch.nan], [5.0])):
         if rank < len(values):
             state = {"momentum_buffer": torch.full((2,), values[rank])}
             optimizer.state[parameters[number]] = state
+    scale, codes = torch.full((1,), 1.0 + rank), torch.full((2,), rank, dtype=torch.uint8)
+    quantized = {"scale": scale, "codes": codes}
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.state[optimizer.param_groups[1]["params"][0]] = quantized
     average_states(optimizer)
-    means = [optimizer.state[p]["momentum_buffer"].tolist() for p in optimizer.state]
+    assert float(scale) == 1.0 + rank
+    means = [
+        optimizer.state[p]["momentum_buffer"].tolist() for p in parameters if p in optimizer.state
+    ]
     assert means == [[2.0, 2.0], [1.0, 1.0], [5.0, 5.0]][: 3 - rank]
 
 
