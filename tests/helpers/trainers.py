@@ -68,11 +68,20 @@ class MemoryLogger(Logger):
 
     Attributes:
         records: Step and metrics of each call.
+        images: Names of the images.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[tuple[int | None, dict[str, float]]] = []
+        self.images: list[str] = []
+
+    @property
+    def experiment(self) -> "MemoryLogger":
+        return self
+
+    def add_image(self, name: str, image: Any) -> None:
+        self.images.append(name)
 
     @property
     def name(self) -> str:

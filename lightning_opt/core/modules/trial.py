@@ -8,7 +8,8 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from lightning_opt.core.modules.state_kinds import (
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers import Logger
 
 
 @contextmanager
@@ -60,7 +62,27 @@ def without_side_effects(
             stack.enter_context(replaced(optimizer, step=do_nothing))
         for config in trainer.lr_scheduler_configs:
             stack.enter_context(replaced(config.scheduler, step=do_nothing))
+        stack.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [cast("Logger", _SilentLogger(logger)) for logger in trainer.loggers]
         yield
+
+
+class _SilentLogger:
+    """Has the attributes of a logger, or of its experiment; calls do nothing."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for `isinstance(self.logger, TensorBoardLogger)`
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._logger, name)
+        return value if isinstance(value, str | int | Path | None) else _SilentLogger(value)
+
+    def __call__(self, *args: Any, **settings: Any) -> None:
+        pass
 
 
 def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Any:

@@ -56,6 +56,9 @@ class Teaching(L.LightningModule):
         self.late = self.count
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("accuracy", self.accuracy)
+        if isinstance(self.logger, MemoryLogger):
+            self.logger.experiment.add_image("batch", batch)
+            self.logger.log_metrics({"own": float(loss.detach())}, self.logger.version)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -74,6 +77,7 @@ def fit(callback: Any = None, **settings: Any) -> Teaching:
     quiet_trainer(callbacks=callbacks, logger=logger, limit_val_batches=0, **settings).fit(model)
     model.last = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
     model.last += [model.draws.random(), float(torch.rand((), generator=model.own))]
+    model.last += [logger.experiment.images]
     logged = [{key: v for key, v in m.items() if "/" not in key} for _, m in logger.records]
     model.last += [model.count, model.seen, model.late, [m for m in logged if m.keys() - {"epoch"}]]
     return model
