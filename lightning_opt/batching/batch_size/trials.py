@@ -35,6 +35,7 @@ from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.core.modules.trial import SilentLogger
 from lightning_opt.trainer.lightning import (
     PACKAGES,
     BaseCallback,
@@ -333,7 +334,7 @@ class Trials:
                 trainer,
                 fit_loop=loop,
                 callbacks=[probe, *callbacks],
-                _loggers=[package.loggers.logger.DummyLogger()] if trainer.loggers else [],
+                _loggers=[SilentLogger(logger) for logger in trainer.loggers],
                 profiler=package.profilers.PassThroughProfiler(),
                 limit_train_batches=1.0,
                 limit_val_batches=0,

@@ -63,11 +63,11 @@ def without_side_effects(
         for config in trainer.lr_scheduler_configs:
             stack.enter_context(replaced(config.scheduler, step=do_nothing))
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
-        trainer.loggers = [cast("Logger", _SilentLogger(logger)) for logger in trainer.loggers]
+        trainer.loggers = [cast("Logger", SilentLogger(logger)) for logger in trainer.loggers]
         yield
 
 
-class _SilentLogger:
+class SilentLogger:
     """Has the attributes of a logger, or of its experiment; calls do nothing."""
 
     def __init__(self, logger: Any) -> None:
@@ -79,7 +79,7 @@ class _SilentLogger:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._logger, name)
-        return value if isinstance(value, str | int | Path | None) else _SilentLogger(value)
+        return value if isinstance(value, str | int | Path | None) else SilentLogger(value)
 
     def __call__(self, *args: Any, **settings: Any) -> None:
         pass

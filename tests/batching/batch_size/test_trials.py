@@ -85,6 +85,11 @@ def test_search_has_no_side_effects(tmp_path, request):
                 ModelCheckpoint(tmp_path, every_n_train_steps=1),
             ]
 
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert isinstance(self.logger, MemoryLogger)
+            self.logger.experiment.add_image("batch", batch)
+            return super().training_step(batch, batch_idx)
+
     model, logger, loader = Callbacks(), MemoryLogger(), loader_of(64)
     callbacks: list[Any] = [Writer(tmp_path), lo.AdaptiveClipping(), lo.GradientHealth()]
     trainer = quiet_trainer(logger=logger, callbacks=callbacks, enable_model_summary=True)
@@ -115,7 +120,7 @@ def test_search_has_no_side_effects(tmp_path, request):
     assert model.calls == 0
     assert trainer.callbacks == callbacks
     assert [callback.state_dict() for callback in callbacks] == states
-    assert logger.records == []
+    assert logger.records == logger.images == []
     assert list(tmp_path.iterdir()) == []
     assert trainer.fit_loop.state_dict() == loops
     assert trainer.global_step == 0
