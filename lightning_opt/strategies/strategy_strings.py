@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning_opt
@@ -25,14 +25,8 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class NamedStrategy:
-    """Creates a strategy of lightning_opt, and imports it only then."""
-
-    name: str
-
-    def __call__(self, **arguments: Any) -> Any:
-        return getattr(lightning_opt, self.name)(**arguments)
+def _create(strategy: str, **arguments: Any) -> Any:
+    return getattr(lightning_opt, strategy)(**arguments)  # imported only now
 
 
 def register_strategies(registry: Any) -> None:
@@ -42,7 +36,7 @@ def register_strategies(registry: Any) -> None:
             if name + suffix not in registry:
                 registry.register(
                     name + suffix,
-                    NamedStrategy(strategy),
+                    partial(_create, strategy),
                     start_method=start_method,
                     **arguments,
                 )

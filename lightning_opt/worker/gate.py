@@ -143,18 +143,15 @@ class StepGate(BaseCallback):
             taken = self.take_steps(trainer)
             steps = self._exchange(trainer, taken) if trainer.is_global_zero else 0
             if trainer.world_size > 1:  # other ranks wait here, not in the middle of a step
-                steps = self._broadcast(steps)
+                value = torch.tensor(steps)
+                dist.broadcast(value, 0, self._group)
+                steps = int(value)
         if steps < 1:
             raise Stopped
         self._block_steps = steps
         wait_for(trainer.strategy.root_device)
         self._clock.pause()
         self._clock.start()
-
-    def _broadcast(self, steps: int) -> int:
-        value = torch.tensor(steps)
-        dist.broadcast(value, 0, self._group)
-        return int(value)
 
 
 @contextlib.contextmanager

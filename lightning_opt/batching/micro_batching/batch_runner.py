@@ -12,7 +12,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.logs_and_outputs import (
     LogRecorder,
     merge_outputs,
@@ -174,7 +173,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             try:
                 self._samples = self._splitter.count_samples(self._batch)
             except UnsplittableBatchError as error:
-                several = has_several_loaders(self._trainer)
+                several = self._splitter.several_loaders
                 if not several and not isinstance(self._sizes, LearnedSizes):
                     raise
                 self._samples, self._split_error = 1, str(error)

@@ -169,7 +169,6 @@ class ActivationCheckpointing(RunCallback):
         self._applied = AppliedPlan([])
         self._offload: Offload | None = None
         self._patches = ExitStack()
-        self._is_logged = False
 
     @property
     def needs_operators(self) -> str:

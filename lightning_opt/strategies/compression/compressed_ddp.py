@@ -21,7 +21,8 @@ from lightning_opt.strategies.compression.choice import (
     Ramp,
     Scheme,
 )
-from lightning_opt.strategies.compression.hook import CompressedReduction, cast_bucket
+from lightning_opt.strategies.compression.exchange import all_reduce_mean
+from lightning_opt.strategies.compression.hook import CompressedReduction
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.lightning import BaseDDPStrategy, is_overridden
@@ -282,7 +283,9 @@ class HookedDDPStrategy(BaseDDPStrategy):
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         dtype = torch.float16 if self.hook == "fp16" else torch.bfloat16
-        model.register_comm_hook(dtype, cast_bucket)
+        model.register_comm_hook(
+            dtype, lambda dtype, bucket: all_reduce_mean(bucket.buffer(), dtype)
+        )
 
 
 def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor:

@@ -280,7 +280,3 @@ class CompressedReduction:
             "comm/seconds": traffic.seconds(),
             "comm/mode": MODES.get(type(self._scheme), 4.0),
         }
-
-
-def cast_bucket(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
-    return all_reduce_mean(bucket.buffer(), dtype)
