@@ -5,10 +5,9 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib.image
 import nbformat
@@ -18,9 +17,7 @@ from jupyter_client.manager import AsyncKernelManager
 
 from examples import byte_gpt
 from examples.byte_gpt import ByteGPT, SourceBatches, read_sources
-from tests.examples.conftest import EXAMPLES
-
-Load = Callable[[str], ModuleType]
+from tests.examples.conftest import EXAMPLES, Load
 
 SHORTER = {
     "02_stabilise_training.ipynb": {
