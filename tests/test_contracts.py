@@ -206,11 +206,6 @@ class FailAt(Callback):
         pl_module.fail_at = self.step
 
 
-def fit_until_error(*callbacks: Callback, fail_at: int) -> None:
-    with pytest.raises(ArithmeticError, match="planted"):
-        fit(*callbacks, FailAt(fail_at))
-
-
 @pytest.fixture(autouse=True)
 def _process_is_unchanged(tmp_path: Path) -> Iterator[None]:
     before, folder = process_footprint(), Path.cwd()
@@ -326,7 +321,8 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
         assert_same_state(repeatable_state(callback), state)
         if name not in ("LeakDetector", "MemoryCleanup", "PerformanceMonitor"):  # they measure
             assert counts_in(callback) == counts
-    fit_until_error(callback, fail_at=3)
+    with pytest.raises(ArithmeticError, match="planted"):
+        fit(callback, FailAt(3))
     assert_same_weights(fit(callback), once)
 
 
