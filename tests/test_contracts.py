@@ -63,7 +63,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "DataPipelineTuner": [{"max_workers": 1, "verbose": False}],
     "GarbageCollection": [{"every_n_steps": 5}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True}],
-    "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],
+    "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 16, "min_kb_per_step": 0.01}],
     "MemoryCleanup": [
         {"threshold": 0.001, "release": 0.0, "every_n_steps": 3},
         {"threshold": 0.01, "release": 0.0, "actions": ["malloc_trim"], "every_n_steps": 1},
@@ -206,11 +206,6 @@ class FailAt(Callback):
         pl_module.fail_at = self.step
 
 
-def fit_until_error(*callbacks: Callback, fail_at: int) -> None:
-    with pytest.raises(ArithmeticError, match="planted"):
-        fit(*callbacks, FailAt(fail_at))
-
-
 @pytest.fixture(autouse=True)
 def _process_is_unchanged(tmp_path: Path) -> Iterator[None]:
     before, folder = process_footprint(), Path.cwd()
@@ -326,7 +321,8 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
         assert_same_state(repeatable_state(callback), state)
         if name not in ("LeakDetector", "MemoryCleanup", "PerformanceMonitor"):  # they measure
             assert counts_in(callback) == counts
-    fit_until_error(callback, fail_at=3)
+    with pytest.raises(ArithmeticError, match="planted"):
+        fit(callback, FailAt(3))
     assert_same_weights(fit(callback), once)
 
 
@@ -362,14 +358,15 @@ def test_second_run_of_a_model_continues_the_first(name, settings):
 @each_case
 def test_resumes_bit_exactly_in_mid_epoch(name, settings, tmp_path, monkeypatch):
     """From the uninterrupted run, from the resumed one, and with instances that have run."""
-    # 12 batches per epoch: neither step ends one.
-    saves = [SaveAt(tmp_path / f"step{step}.ckpt", step) for step in (3, 17)]
+    # 12 batches per epoch, or 6 windows of two: neither step ends an epoch.
+    saves = [SaveAt(tmp_path / f"step{step}.ckpt", step) for step in (3, 14)]
+    epochs = 3 if name == "Accumulation" else 2
     for _ in each_path(monkeypatch):
         whole = build(name, settings)
-        expected = fit(whole, *saves, model=SmallNet("Adam"), max_epochs=3)
+        expected = fit(whole, *saves, model=SmallNet("Adam"), max_epochs=epochs)
         early, late = ((build(name, settings), SmallNet("Adam")) for _ in range(2))
         for save, (resumed, model) in zip((*saves, saves[0]), (early, late, late), strict=True):
-            trainer = quiet_trainer(callbacks=[resumed, *saves], max_epochs=3)
+            trainer = quiet_trainer(callbacks=[resumed, *saves], max_epochs=epochs)
             trainer.fit(model, ckpt_path=save.file, weights_only=True)
             assert_same_weights(model, expected)
             assert_same_state(*map(repeatable_state, (resumed, whole)))

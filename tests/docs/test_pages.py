@@ -72,8 +72,7 @@ def test_the_decision_table_names_every_feature_page(pages):
     assert [name for name in pages.feature_pages() if f"({name}.md)" not in table] == []
 
 
-def test_every_export_has_a_page_and_a_docstring(pages):
-    assert [name for name in lo.__all__ if not getattr(lo, name).__doc__] == []
+def test_every_export_has_a_page(pages):
     shown = {*pages.public_classes(), *pages.public_functions()}
     assert shown == set(lo.__all__)
     assert len({name.lower() for name in pages.public_classes()}) == len(pages.public_classes())

@@ -11,11 +11,11 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.cli import main
 from tests.docs.pages import ROOT, blocks_of
+from tests.helpers.models import SmallNet, loader_of
 
 TEXT = (ROOT / "README.md").read_text()
 PYTHON = blocks_of(TEXT, "python")
@@ -25,22 +25,6 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("$ ")
 ]
-
-
-class Regression(L.LightningModule):
-    """The model of the snippets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        )
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
@@ -61,8 +45,7 @@ def test_python_snippets_run(code, tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(L, "Trainer", quick)
-    data = DataLoader(torch.randn(64, 8), batch_size=8)
-    names = {"model": Regression(), "data": data, "L": L, "lo": lo, "torch": torch}
+    names = {"model": SmallNet("AdamW"), "data": loader_of(8), "L": L, "lo": lo, "torch": torch}
     exec(compile(code, "README.md", "exec"), names)
 
 

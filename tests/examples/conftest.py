@@ -11,9 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
+Load = Callable[[str], ModuleType]
+
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     """Import a script by its name, with its folder on the path."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module

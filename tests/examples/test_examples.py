@@ -5,9 +5,9 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib.image
 import nbformat
@@ -17,9 +17,7 @@ from jupyter_client.manager import AsyncKernelManager
 
 from examples import byte_gpt
 from examples.byte_gpt import ByteGPT, SourceBatches, read_sources
-from tests.examples.conftest import EXAMPLES
-
-Load = Callable[[str], ModuleType]
+from tests.examples.conftest import EXAMPLES, Load
 
 SHORTER = {
     "02_stabilise_training.ipynb": {
@@ -105,7 +103,8 @@ def test_clipping_script_prints_a_table_and_draws_a_picture(
     def smaller(*args: object, batch_size: int = 8, **settings: object) -> SourceBatches:
         return SourceBatches(*args, batch_size=min(batch_size, 16), **settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gpt, "SourceBatches", smaller)  # validation takes longest
+    monkeypatch.setattr(gpt, "SourceBatches", smaller)
+    monkeypatch.setattr(clipping, "ByteGPT", partial(ByteGPT, depth=1))
     arguments = ["clipping.py", "--steps", "20", "--out", str(tmp_path / "new/loss.png")]
     monkeypatch.setattr("sys.argv", arguments)
     monkeypatch.setattr(clipping, "silence_advice", lambda: None)  # lasts beyond the test
@@ -144,9 +143,15 @@ def test_demo_survives_a_memory_limit_and_draws_the_act(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader")
-def test_demo_acts_on_a_bad_batch_and_on_memory_end_as_expected(load: Load) -> None:
+def test_demo_acts_on_a_bad_batch_and_on_memory_end_as_expected(
+    monkeypatch: pytest.MonkeyPatch, load: Load
+) -> None:
     """Acts 1 and 3. Tests of the strategies cover act 4, which creates networks."""
     demo, acts = load("demo"), load("demo_acts")
+    monkeypatch.setattr(acts, "SPIKE", 30)
+    monkeypatch.setattr(acts, "NAN", 40)
+    make = acts.trainer
+    monkeypatch.setattr(acts, "trainer", lambda callbacks, steps: make(callbacks, 50))
     bad_batch = {side: acts.bad_batch(side, quick=True) for side in ("plain", "ours")}
     outcomes = demo.outcomes(1, bad_batch)
     assert re.fullmatch(r"all [\d,]+ weights lost", outcomes["plain"])

@@ -6,15 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES
-
-Load = Callable[[str], ModuleType]
+from tests.examples.conftest import EXAMPLES, Load
 
 # The GPT defines validation, which only the demo uses.
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")

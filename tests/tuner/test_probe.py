@@ -39,7 +39,7 @@ def test_harmless_changes_are_accepted(task: Any) -> None:
 def test_observations_have_facts_gradients_and_distances() -> None:
     observed = observe(TASK, 0)
     facts = observed.facts
-    assert (facts.device, facts.convolutions, facts.samples) == ("cpu", 2, 32)
+    assert (facts.device, facts.convolutions, facts.samples, facts.workers) == ("cpu", 2, 32, 0)
     assert sorted(observed.moved) == [2, 4, 8]
     assert len(observed.gradients) == 4
     assert all(distance > 0 for distance in observed.moved[8].values())
@@ -65,7 +65,6 @@ class Workers(Callback):
 
 
 def test_workers_are_read_at_the_first_batch() -> None:
-    assert observe(TASK, 0).facts.workers == 0
     assert observe(TASK, 0, callbacks=[Workers()]).facts.workers == 2
 
 

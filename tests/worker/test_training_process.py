@@ -19,11 +19,12 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.worker import training_process
-from lightning_opt.worker.recipes import import_attribute, instantiate
+from lightning_opt.worker.recipes import import_attribute
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 from tests.helpers.fork_server import share_fork_server, use_fork_server
 from tests.helpers.processes import launch
@@ -31,26 +32,17 @@ from tests.helpers.trainers import quiet_trainer
 from tests.profiling.fitting import CPU, Net, Rows, mishap, rows, rows_with_workers
 
 
-class Losses(Callback):
-    """Records the losses of a plain training."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def plain_losses(epochs: int = 2) -> list[float]:
+    losses: list[float] = []
+    spy = LambdaCallback(on_train_batch_end=lambda *args: losses.append(float(args[2]["loss"])))
     state = torch.get_rng_state()
-    spy = Losses()
     seed_everything(0, workers=True, verbose=False)
     net = Net()
     seed_everything(0, workers=True, verbose=False)
     quiet_trainer(callbacks=[spy], max_epochs=epochs).fit(net, rows())
     torch.set_rng_state(state)
     del os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]
-    return spy.losses
+    return losses
 
 
 def rows_and_numbers() -> Any:
@@ -128,8 +120,9 @@ def test_peak_memory_includes_the_model_but_no_imports_and_a_missing_loss_is_nan
 def test_created_settings_with_class_paths_are_used():
     def settings() -> dict[str, Any]:
         waits = {"class_path": "tests.profiling.fitting.Waits", "init_args": {"seconds": 0.1}}
+        callbacks = [waits, {"class_path": "lightning_opt.GradientHealth"}]
         more = {"strategy": {"class_path": "SingleDeviceStrategy"}, "accumulate_grad_batches": 2}
-        return {**CPU, **more, "callbacks": [waits]}
+        return {**CPU, **more, "callbacks": callbacks}
 
     with TrainingProcess("tests.profiling.fitting:Net", rows, settings) as fit:
         (first,) = fit.advance(1)
@@ -365,6 +358,7 @@ def broken() -> Net:
     [
         (broken, rows, CPU, "no such weights"),
         (Net, rows, {**CPU, "max_stepz": 3}, "max_stepz"),
+        (Net, rows, {**CPU, "callbacks": [{"class_path": "Nothing"}]}, "no class 'Nothing'"),
         ("tests.profiling.fitting:Nothing", rows, CPU, "no 'Nothing'"),
         (lambda: "a model", rows, CPU, "must make a LightningModule"),
         (Net, lambda: rows(0 + 1, 2, drop_last=True), CPU, "data is empty"),
@@ -471,19 +465,3 @@ def test_file_path_is_imported_with_its_neighbours(tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(ArithmeticError, match="planted"):
             import_attribute(f"{tmp_path}/broken_one.py:Model")
-
-
-def test_class_paths_are_instantiated_in_lists_and_dicts():
-    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "loss"}}
-    made = instantiate(
-        {
-            "callbacks": [stopping, {"class_path": "lightning_opt.GradientHealth"}],
-            "other": [{"b": 2}],
-        }
-    )
-    names = [type(callback).__name__ for callback in made["callbacks"]]
-    assert names == ["EarlyStopping", "GradientHealth"]
-    assert made["callbacks"][0].monitor == "loss"
-    assert made["other"] == [{"b": 2}]
-    with pytest.raises(ImportError, match="no class 'Nothing'"):
-        instantiate({"class_path": "Nothing"})

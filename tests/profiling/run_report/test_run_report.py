@@ -279,9 +279,14 @@ def test_out_of_memory_is_the_first_finding(tmp_path, pictures):
     assert any("out of memory" in text for text in page.texts("pictures", "text"))
 
 
-def test_page_is_written_during_the_run(tmp_path, monkeypatch):
+@pytest.fixture
+def written_at_each_step(monkeypatch):
     monkeypatch.setattr(run_report, "WRITE_SECONDS", 0.0)
     monkeypatch.setattr(run_report, "MAX_SHARE", 1e9)
+
+
+@pytest.mark.usefixtures("written_at_each_step")
+def test_page_is_written_during_the_run(tmp_path):
     sentences = []
 
     class Reads(Callback):
@@ -294,9 +299,8 @@ def test_page_is_written_during_the_run(tmp_path, monkeypatch):
     assert not (tmp_path / "report.html.new").exists()
 
 
-def test_failing_page_warns_once_and_training_continues(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(run_report, "WRITE_SECONDS", 0.0)
-    monkeypatch.setattr(run_report, "MAX_SHARE", 1e9)
+@pytest.mark.usefixtures("written_at_each_step")
+def test_failing_page_warns_once_and_training_continues(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.touch()
     alone, model, report = SmallNet(), SmallNet(), lo.RunReport()

@@ -106,18 +106,6 @@ def test_inner_phases_count_for_outer_phases_of_higher_priority(timer):
     assert spend(PROFILER, LOSS, FORWARD, CHECKPOINT, region) == {PROFILER: 5.0}
 
 
-def test_setup_and_steps_with_profiler_time_are_excluded(timer):
-    clock = PhaseClock(Phases(), SETUP)
-    timer.spend(5.0)
-    for phase in (FORWARD, PROFILER):
-        clock.enter(phase, "it")
-        timer.spend(1.0)
-        clock.leave("it")
-        clock.end_step(trained=True)
-    assert (clock.work.steps.count, clock.work.steps.total) == (1, 1.0)
-    assert sum(totals(clock).values()) == clock.elapsed
-
-
 def test_memory_is_bounded_over_many_steps_and_action_names(timer, monkeypatch):
     trainer = quiet_trainer()
     trainer.strategy.connect(SmallNet())

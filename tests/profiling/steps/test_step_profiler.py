@@ -199,6 +199,7 @@ class Spending(SmallNet):
         CLOCK.spend(NAP, "hooks of the module")
 
     def configure_optimizers(self) -> Any:
+        CLOCK.spend(8 * NAP, "setup")
         return SpendingSgd(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> Any:
@@ -229,11 +230,13 @@ def test_each_phase_has_the_time_that_its_part_spent(monkeypatch, tmp_path):
     callbacks = [SpendingCallback(), ModelCheckpoint(tmp_path, save_top_k=-1)]
     settings = {"enable_checkpointing": True, "val_check_interval": 1, "limit_val_batches": 1}
     fit(profiler, Spending(), *callbacks, logger=SpendingLogger(), **settings)
-    assert len(CLOCK.spent) == 12
+    assert len(CLOCK.spent) == 13
     spent = {name: seconds for name, seconds in profiler.measures().seconds.items() if seconds}
     assert spent == pytest.approx(CLOCK.spent)
-    outside = ("callback SpendingCallback", "validation", "checkpoint")
-    step = sum(seconds for name, seconds in CLOCK.spent.items() if name not in outside)
+    outside = ("setup", "validation", "checkpoint")
+    steps = sum(seconds for name, seconds in CLOCK.spent.items() if name not in outside)
+    assert profiler.measures().clock.work.steps.total == pytest.approx(steps)
+    step = steps - CLOCK.spent["callback SpendingCallback"]
     share = f"{CLOCK.spent['data wait'] / step:.0%}"
     finding = f"'data wait' takes longest, {share} of the step time without callbacks."
     assert profiler.diagnose()[0].finding == finding

@@ -180,13 +180,19 @@ def _second_half(folder: str, strategies: dict[str, Any]) -> dict[str, Any]:
     return states
 
 
+def _both_halves(folder: str, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    _first_half(folder, first)
+    return _second_half(folder, second)
+
+
 def test_resumed_run_loses_nothing_at_any_number_of_ranks(tmp_path):
     topk = {"compressor": TopK(0.05), "ramp_steps": 60}
     int4 = {"compressor": Quantize(4)}
     auto = {"compressor": Threshold("auto"), "bucket_cap_mb": 25}
     folder = str(tmp_path)
     launch(_first_half, folder, {"topk": topk, "dense": "ddp", "auto": auto})
-    launch(_first_half, folder, {"int4": int4}, processes=3)
+    three = {"topk": (topk, 2), "auto": (auto, 2), "int4": (int4, 3)}
+    of_three = launch(_both_halves, folder, {"int4": int4}, three, processes=3)
     key = CompressedDDPStrategy.checkpoint_key
     saved = torch.load(tmp_path / "topk", weights_only=True)[key]
     assert saved["step"] == 19
@@ -194,8 +200,7 @@ def test_resumed_run_loses_nothing_at_any_number_of_ranks(tmp_path):
     bounds = torch.load(tmp_path / "auto", weights_only=True)[key]["bounds"]
     assert len(bounds) == 1
     launch(_second_half, folder, {"topk": (topk, 2), "dense": (topk, 2), "int4": (int4, 3)})
-    three = {"topk": (topk, 2), "auto": (auto, 2), "int4": (int4, 3)}
-    for states in launch(_second_half, folder, three, processes=3):
+    for states in of_three:
         assert states["auto"]["bounds"] == bounds
         assert states["topk"]["ramped"] == saved["ramped"] + 20
 
@@ -211,25 +216,26 @@ def test_restored_residuals_are_counted_once():
 # --- reports ------------------------------------------------------------------------------------
 
 
-def _log(compressor: Any) -> tuple[Any, ...]:
-    logger = MemoryLogger()
-    model = Ledger()
-    trainer = fit(
-        model,
-        CompressedDDPStrategy(compressor, warmup_steps=10, ramp_steps=0, every_n_steps=10),
-        range(30),
-        logger=logger,
-    )
-    return logger.records, {key: float(value) for key, value in trainer.callback_metrics.items()}
+def _log() -> list[Any]:
+    """Return the records and the last metrics of two runs."""
+    found = []
+    for compressor in (Quantize(8), TopK(0.05)):
+        logger = MemoryLogger()
+        strategy = CompressedDDPStrategy(
+            compressor, warmup_steps=10, ramp_steps=0, every_n_steps=10
+        )
+        trainer = fit(Ledger(), strategy, range(30), logger=logger)
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        found.append((logger.records, metrics))
+    return found
 
 
 def test_traffic_is_counted_and_logged():
     numel, device = sum(p.numel() for p in Ledger().parameters()), torch.device("cpu")
-    (_, metrics), *_ = launch(_log, Quantize(8), processes=3)
+    ((_, metrics), (records, last_metrics)), (_, (others, _)), _ = launch(_log, processes=3)
     # Two stages, in each of which a rank sends a third to two others.
     third = Quantize(8).codec(-(-numel // (3 * Quantize(8).block)) * Quantize(8).block, device)
     assert metrics["comm/bytes"] == 4 * third.nbytes
-    (records, metrics), (others, _), _ = launch(_log, TopK(0.05), processes=3)
     assert not others or len(others) == len(records)
     assert [step for step, values in records if "comm/mode" in values] == [9, 19, 29]
     first, _, last = (values for _, values in records if "comm/mode" in values)
@@ -243,4 +249,4 @@ def test_traffic_is_counted_and_logged():
     assert 0.02 < last["comm/selected"] <= 0.0501
     assert last["comm/residual_norm"] > 0
     assert 0 < last["comm/seconds"] < 10
-    assert metrics == pytest.approx(last)
+    assert last_metrics == pytest.approx(last)

@@ -13,7 +13,14 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from tests.helpers.models import SmallNet, WholeBatchNet, assert_same_weights, batches_of, loader_of
+from tests.helpers.models import (
+    SmallNet,
+    WholeBatchNet,
+    assert_same_weights,
+    batches_of,
+    loader_of,
+    weights_of,
+)
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
 from tests.strategies.diloco.reference import assert_equals_simulation
@@ -46,10 +53,6 @@ def loss_of(model: nn.Module, step: int, replica: int) -> Tensor:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02)
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 NAMES = [f"layer.{place}.{kind}" for place in (0, 2, 4, 6) for kind in ("weight", "bias")]
