@@ -101,7 +101,6 @@ def test_wheel_contains_exactly_the_package(wheel):
 
 def test_installed_package_trains_and_runs_its_command(python, tmp_path):
     command = python.with_name("lightning-opt")
-    assert command.read_text().startswith(f"#!{python}\n")
     assert os.access(command, os.X_OK)
     printed = run(python, "-c", USE, cwd=tmp_path)
     assert f"\n{lo.__version__} 3\n" in f"\n{printed}"

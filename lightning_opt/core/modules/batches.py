@@ -62,8 +62,10 @@ def samples_in(batch: Any, default: int) -> int:
     """Return the number of samples, for reports.
 
     If the parts of the batch have different numbers, the first one is returned. If no part can be
-    counted, ``default`` is returned.
+    counted, ``default`` is returned. A batch that is None has no samples.
     """
+    if batch is None:
+        return 0
     try:
         return read_batch(batch).samples
     except UnsplittableBatchError:

@@ -202,7 +202,7 @@ def test_second_run_has_its_own_measurements():
 @pytest.mark.filterwarnings("ignore:.*yielded None")
 def test_tokens_of_a_batch_key_are_its_elements_and_a_skipped_batch_has_none():
     batches = [*Tokens().train_dataloader()]
-    batches[1:1] = [None]
+    batches[1:1] = [None] * 2
     monitor = lo.PerformanceMonitor(every_n_steps=1, tokens="ids")
     profiler = lo.StepProfiler(tokens="ids", print_table=False)
     trainer = quiet_trainer(callbacks=[monitor], profiler=profiler)
