@@ -67,21 +67,21 @@ LAYERS: dict[str, tuple[nn.Module, dict[str, int | None]]] = {
 
 
 @both_taken
-@pytest.mark.parametrize("norm", [1e-3, 0.1, 30.0])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_unit_wise_equals_the_reference(layer: str, norm: float, path: str) -> None:
+def test_unit_wise_equals_the_reference(layer: str, path: str) -> None:
     module, axes = LAYERS[layer]
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    set_gradients(module, norm, seed=1)
-    weights = {name: p.detach().numpy() for name, p in module.named_parameters()}
-    expected = {
-        name: references.unit_wise(weights[name], gradient, axes[name], 0.02, 1e-3)
-        for name, gradient in gradients_of(module).items()
-    }
-    GradientClipper(module, UnitWise(0.02, exclude=None)).clip()
-    for name, gradient in gradients_of(module).items():
-        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, err_msg=name)
+    for norm, deviation in ((1e-3, 1.0), (0.1, 1.0), (30.0, 1.0), (5.0, 0.0)):
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=deviation)
+        set_gradients(module, norm, seed=1)
+        weights = {name: p.detach().numpy() for name, p in module.named_parameters()}
+        expected = {
+            name: references.unit_wise(weights[name], gradient, axes[name], 0.02, 1e-3)
+            for name, gradient in gradients_of(module).items()
+        }
+        GradientClipper(module, UnitWise(0.02, exclude=None)).clip()
+        for name, gradient in gradients_of(module).items():
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, err_msg=name)
 
 
 @both_taken
@@ -107,14 +107,6 @@ def test_unit_wise_measures_half_precision_in_float32(path: str, dtype: torch.dt
     GradientClipper(module, UnitWise(0.01, exclude=None)).clip()
     np.testing.assert_allclose(gradients_of(module)["weight"][0], 0.1, rtol=0.01)
     np.testing.assert_allclose(gradients_of(module)["weight"][1], 1e-4, rtol=0.01)
-
-
-def test_zero_initialised_weights_are_trained() -> None:
-    module = nn.Linear(3, 2)
-    nn.init.zeros_(module.weight)
-    set_gradients(module, 5.0, seed=0)
-    GradientClipper(module, UnitWise(0.01, eps=1e-3, exclude=None)).clip()
-    np.testing.assert_allclose(module.weight.grad.norm(dim=1), 0.01 * 1e-3, rtol=1e-5)
 
 
 class Tokens(nn.Module):
