@@ -16,7 +16,7 @@ from tests.helpers.models import AdversarialNet
 from tests.helpers.trainers import quiet_trainer
 
 functional = nn.functional
-STEPS, EVERY = 120, 10
+STEPS, EVERY = 60, 10
 
 
 def images(rows: int = 256) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,10 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
         Classifier(mlp(2, width=32)),
         {"plugins": half_precision()},
     ),
-    "a model that converges": lambda: (Classifier(mlp(2, width=64), lr=3e-2, rows=16), {}),
+    "a model that converges": lambda: (
+        Classifier(mlp(2, width=64), lr=3e-2, rows=16),
+        {"max_steps": 2 * STEPS},
+    ),
 }
 
 
@@ -134,9 +137,7 @@ def test_clean_training_has_no_critical_issue(kind):
 
     trainer = quiet_trainer(
         callbacks=[health, AdaptiveClipping(), Collect()],
-        max_steps=STEPS,
-        max_epochs=-1,
-        **settings,
+        **{"max_steps": STEPS, "max_epochs": -1, **settings},
     )
     trainer.fit(model)
     assert not [issue for issue in seen if "[critical]" in issue], set(seen)

@@ -48,7 +48,7 @@ def mlp(depth: int, activation: type[nn.Module] = nn.ReLU, width: int = WIDTH) -
 
 
 def train(
-    model: LightningModule, steps: int = 60, every: int = 10, plugins: Any = None, **settings: Any
+    model: LightningModule, steps: int = 40, every: int = 10, plugins: Any = None, **settings: Any
 ) -> GradientHealth:
     health = GradientHealth(every_n_steps=every, **settings)
     trainer = quiet_trainer(
@@ -80,7 +80,7 @@ class Log(nn.Module):
 def test_nan_in_a_module_is_reported_with_module_and_batch(path):
     net = mlp(3)
     net.insert(4, Log(bad_call=23))
-    health = train(Classifier(net), steps=40, activations=True)
+    health = train(Classifier(net), steps=30, activations=True)
     issue = issue_of(health, "nan")
     assert (issue.severity, issue.place) == ("critical", "net.4")
     assert "epoch 0, batch 23" in issue.detail
