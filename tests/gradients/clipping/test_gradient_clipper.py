@@ -27,7 +27,6 @@ from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParamet
 from tests.gradients.cases import (
     ALL_RULES,
     Net,
-    both_taken,
     every_rule,
     set_gradients,
     statistics_of,
@@ -78,7 +77,6 @@ NORMS = list(enumerate(lognormal_norms(50, seed=7)))
 # --- every rule -----------------------------------------------------------------------------------
 
 
-@both_taken
 @every_rule
 def test_nonfinite_gradient_is_unchanged_and_enters_no_statistic(make: Any, path: str) -> None:
     clean = NORMS[:30]
@@ -121,7 +119,6 @@ def test_resumed_run_is_bit_exact_on_the_same_kind_of_device(make: Any, kinds: A
             assert statistics_of(resumed["rule"]) == statistics_of(final["rule"])
 
 
-@both_taken
 @every_rule
 def test_loss_scale_does_not_change_clipping(make: Any, path: str) -> None:
     """With a fused optimizer the gradients still contain the scale."""
@@ -175,7 +172,6 @@ def test_gradient_whose_square_overflows_float32_is_clipped(make: Any) -> None:
 # --- against torch --------------------------------------------------------------------------------
 
 
-@both_taken
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_fixed_norm_equals_torch(dtype: torch.dtype, path: str) -> None:
     ours, theirs = fresh().to(dtype), fresh().to(dtype)
@@ -204,7 +200,6 @@ class Filter(nn.Module):
         self.gain.grad = torch.ones(3)
 
 
-@both_taken
 def test_fixed_value_clamps_real_and_imaginary_parts(path: str) -> None:
     model = Filter()
     GradientClipper(model, FixedValue(2.0)).clip()
@@ -212,7 +207,6 @@ def test_fixed_value_clamps_real_and_imaginary_parts(path: str) -> None:
     assert model.filter.grad.tolist() == [[2 - 2j] * 3] * 2
 
 
-@both_taken
 @pytest.mark.parametrize("rule", [FixedNorm(1.0), PerParameter(), UnitWise(0.1, exclude=None)])
 def test_complex_gradients_keep_their_phase(path: str, rule: ClippingRule) -> None:
     model = Filter()
@@ -234,7 +228,6 @@ def _bfloat16_by_default() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_bfloat16_by_default")
-@both_taken
 @pytest.mark.parametrize("rule", [FixedNorm(0.1), FixedValue(0.1)])
 def test_counts_do_not_use_the_default_dtype(path: str, rule: ClippingRule) -> None:
     model = nn.Linear(3, 2)
@@ -274,7 +267,6 @@ def test_step_without_gradients_is_not_counted() -> None:
     assert clipper.state_dict()["steps"] == 1
 
 
-@both_taken
 def test_clipped_share_excludes_nonfinite_steps(path: str) -> None:
     net = fresh()
     clipper = GradientClipper(net, FixedNorm(1.0))

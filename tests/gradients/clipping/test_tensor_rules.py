@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_opt.gradients.clipping.gradient_clipper import GradientClipper
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
 from tests.gradients import references
-from tests.gradients.cases import Net, both_taken, set_gradients
+from tests.gradients.cases import Net, set_gradients
 
 
 def gradients_of(module: nn.Module) -> dict[str, np.ndarray]:
@@ -25,7 +25,6 @@ def gradients_of(module: nn.Module) -> dict[str, np.ndarray]:
 # --- FixedValue ---------------------------------------------------------------------------------
 
 
-@both_taken
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fixed_value_equals_torch(path: str, dtype: torch.dtype) -> None:
     ours, theirs = Net().to(dtype), Net().to(dtype)
@@ -38,7 +37,6 @@ def test_fixed_value_equals_torch(path: str, dtype: torch.dtype) -> None:
             assert torch.equal(own.grad, other.grad)
 
 
-@both_taken
 def test_fixed_value_counts_clipped_tensors(path: str) -> None:
     net = Net()
     for index, parameter in enumerate(net.parameters()):
@@ -66,7 +64,6 @@ LAYERS: dict[str, tuple[nn.Module, dict[str, int | None]]] = {
 }
 
 
-@both_taken
 @pytest.mark.parametrize("layer", LAYERS)
 def test_unit_wise_equals_the_reference(layer: str, path: str) -> None:
     module, axes = LAYERS[layer]
@@ -84,7 +81,6 @@ def test_unit_wise_equals_the_reference(layer: str, path: str) -> None:
             np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, err_msg=name)
 
 
-@both_taken
 def test_unit_wise_counts_units(path: str) -> None:
     module = nn.Linear(2, 4)
     nn.init.ones_(module.weight)
@@ -97,7 +93,6 @@ def test_unit_wise_counts_units(path: str) -> None:
     assert float(smallest) == pytest.approx(0.01)
 
 
-@both_taken
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_unit_wise_measures_half_precision_in_float32(path: str, dtype: torch.dtype) -> None:
     """Squares of 300 overflow float16, those of 1e-4 vanish in it."""
@@ -175,7 +170,6 @@ def test_unit_wise_skips_sparse_gradients() -> None:
 # --- PerParameter -------------------------------------------------------------------------------
 
 
-@both_taken
 @pytest.mark.parametrize("scale", [1.0, 1e-8], ids=["unit", "tiny"])
 def test_per_parameter_equals_the_reference(scale: float, path: str) -> None:
     """Some tensors lack a gradient at times, appear late, or are zero for a while."""
@@ -211,7 +205,6 @@ def test_per_parameter_equals_the_reference(scale: float, path: str) -> None:
     assert averages == pytest.approx(reference.averages, rel=1e-9)
 
 
-@both_taken
 def test_per_parameter_reports_share_and_smallest_coefficient(path: str) -> None:
     module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
     clipper = GradientClipper(module, PerParameter(warmup=1, warmup_norm=100.0, factor=1.0))

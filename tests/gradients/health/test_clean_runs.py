@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt import AdaptiveClipping, GradientHealth
-from tests.gradients.health.test_faults import Classifier, mlp
+from tests.gradients.health.test_faults import Classifier, mlp, scaled
 from tests.helpers.models import AdversarialNet
 from tests.helpers.trainers import quiet_trainer
 
@@ -103,11 +102,6 @@ def with_frozen_layers() -> nn.Module:
     return net
 
 
-def half_precision() -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=20)
-    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-
-
 TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     "transformer": lambda: (Task(Transformer(), tokens), {}),
     "convnet": lambda: (Task(convnet(), images, torch.optim.SGD, lr=0.1, momentum=0.9), {}),
@@ -115,7 +109,7 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     "frozen layers": lambda: (Classifier(with_frozen_layers()), {}),
     "fp16 with a loss scaler": lambda: (
         Classifier(mlp(2, width=32)),
-        {"plugins": half_precision()},
+        {"plugins": scaled(2.0**24, growth_interval=20)},
     ),
     "a model that converges": lambda: (
         Classifier(mlp(2, width=64), lr=3e-2, rows=16),
