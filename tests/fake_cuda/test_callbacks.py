@@ -50,7 +50,7 @@ class Watch(Callback):
 
 def count_syncs(*callbacks: Callback, **settings: Any) -> dict[str, int]:
     watch = Watch(syncs := SyncCounter())
-    fit_on_fake_cuda(*callbacks, watch, syncs=syncs, **settings)
+    fit_on_fake_cuda(*callbacks, watch, syncs=syncs, steps=4, **settings)
     return {
         place: n for place, n in watch.counted.items() if not any(file in place for file in EXEMPT)
     }
@@ -84,13 +84,13 @@ class StateKeeper(Callback):
 def test_state_is_on_host_and_resumes_on_device(name, settings):
     """With a report at each step, and accumulation."""
     accumulates = name in ("Accumulation", "DynamicBatchSize")
-    window = {} if accumulates else {"accumulate_grad_batches": 2}
+    run: dict[str, Any] = {"steps": 3, **({} if accumulates else {"accumulate_grad_batches": 2})}
     callback = build(name, settings, every_n_steps=1)
     keeper = StateKeeper(callback)
-    fit_on_fake_cuda(callback, keeper, **window)
+    fit_on_fake_cuda(callback, keeper, **run)
     tensors = [own for own in tree_leaves(keeper.state) if isinstance(own, Tensor)]
     if name != "CurvaturePreconditioner":  # as large as the model, like an optimizer's state
         assert {own.device.type for own in tensors} <= {"cpu"}
     state = tree_map_only(Tensor, Tensor.cpu, keeper.state)
     resumed = build(name, settings, every_n_steps=1)
-    fit_on_fake_cuda(resumed, StateKeeper(resumed, state), **window)
+    fit_on_fake_cuda(resumed, StateKeeper(resumed, state), **run)

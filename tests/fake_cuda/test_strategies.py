@@ -17,13 +17,15 @@ from tests.strategies.compression.test_no_reads import (
 from tests.strategies.simulated import SimulatedEvent, simulate_ranks
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+# Two ranks exchange quantized gradients in another way than three.
+@pytest.mark.parametrize(
+    ("scheme", "world"), [*((scheme, 3) for scheme in SCHEMES), ("int8", 2), ("int4", 2)]
+)
 def test_reduction_reads_and_copies_nothing(monkeypatch, scheme, world):
     monkeypatch.setattr(hook_module, "Event", SimulatedEvent)
     launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.empty(size, device="cuda") for size in SIZES]
-    hook = reduction(scheme, parameters, **scaled("cuda"))
+    hook = reduction(SCHEMES[scheme], parameters, **scaled("cuda"))
     launched.clear()
     with Copies() as copies:
         means = run_steps(hook, parameters, "cuda")

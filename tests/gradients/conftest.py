@@ -13,9 +13,9 @@ def device_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return bool(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(params=["host", "device"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Use the path of the parameter: ``"host"`` or ``"device"``."""
+    """Like ``device_path``, with the name of the path."""
     if request.param == "device":
         take_device_path(monkeypatch)
     return str(request.param)

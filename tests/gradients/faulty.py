@@ -5,12 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.trainers import quiet_trainer
+
 FEATURES = 6
+
+
+def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
+    """Train the model, and return it."""
+    quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
+    return model
 
 
 class NumberedBatches(Dataset[Any]):

@@ -21,43 +21,35 @@ from tests.helpers.trainers import GradientSpy, quiet_trainer
 SCALE = 2.0**10
 
 
-def trainer_with(plugin: Precision) -> Any:
-    return SimpleNamespace(precision_plugin=plugin)
-
-
-def scaled(optimizer_name: str, *, fused: bool, enabled: bool = True) -> Any:
-    """Return an optimizer after a scaled backward, with Trainer, scaler and layer."""
-    layer = nn.Linear(2, 1)
-    optimizer = getattr(torch.optim, optimizer_name)(layer.parameters(), lr=0.1, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=enabled)
-    scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
-    return optimizer, trainer_with(MixedPrecision("16-mixed", "cpu", scaler)), scaler, layer
+def grad_scale_under(plugin: Precision, optimizer: Any) -> float:
+    trainer: Any = SimpleNamespace(precision_plugin=plugin)
+    return float(grad_scale(trainer, optimizer))
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("optimizer_name", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_grad_scale_is_the_loss_scale_until_gradients_are_unscaled(optimizer_name, fused):
+def test_grad_scale_is_the_loss_scale_until_gradients_are_unscaled(fused):
     """Lightning leaves it to fused optimizers, and if a window's last batch has no loss."""
-    optimizer, trainer, scaler, layer = scaled(optimizer_name, fused=fused)
-    assert layer.bias.grad == SCALE
-    assert float(grad_scale(trainer, optimizer)) == SCALE
+    layer, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=SCALE)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    assert grad_scale_under(plugin, optimizer) == 1.0  # before the first loss
+    scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
+    assert layer.bias.grad == grad_scale_under(plugin, optimizer) == SCALE
     scaler.unscale_(optimizer)
-    assert layer.bias.grad == 1.0
-    assert grad_scale(trainer, optimizer) == 1.0
+    assert layer.bias.grad == grad_scale_under(plugin, optimizer) == 1.0
 
 
-def test_grad_scale_is_one_without_a_scaler():
-    optimizer, trainer, _, layer = scaled("SGD", fused=True, enabled=False)
-    assert layer.bias.grad == 1.0
-    assert grad_scale(trainer, optimizer) == 1.0
-    for plugin in (Precision(), MixedPrecision("bf16-mixed", "cpu")):
-        assert grad_scale(trainer_with(plugin), optimizer) == 1.0
-
-
-def test_grad_scale_is_one_before_the_first_loss():
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        Precision(),
+        MixedPrecision("bf16-mixed", "cpu"),
+        MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False)),
+    ],
+)
+def test_grad_scale_is_one_without_a_scaler(plugin):
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), fused=True)
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    assert grad_scale(trainer_with(plugin), optimizer) == 1.0
+    assert grad_scale_under(plugin, optimizer) == 1.0
 
 
 class Listener(GradientCallback):

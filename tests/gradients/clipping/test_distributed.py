@@ -1,11 +1,13 @@
 """AdaptiveClipping on two processes gives the same numbers as on one.
 
-Each rank trains on half of each batch. Each strategy is launched once for all rules.
+Each rank trains on half of each batch.
 """
 
 import math
 import os
+import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any, TypeAlias
 
 import pytest
@@ -38,7 +40,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 8
 RULES: dict[str, Callable[[], lo.ClippingRule]] = {
-    "fixed_norm": lambda: lo.FixedNorm(1.5),
     "mean_std": lambda: lo.MeanStd(k=0.1, window=100, warmup=2),
     "fixed_value": lambda: lo.FixedValue(0.3),
     "per_parameter": lambda: lo.PerParameter(warmup=2),
@@ -167,25 +168,7 @@ def single() -> dict[str, Run]:
     return {name: train(ShardedNet(), rule()) for name, rule in RULES.items()}
 
 
-# --- DDP ----------------------------------------------------------------------------------------
-
-
-def run_ddp() -> dict[str, Run]:
-    return {name: train(ShardedNet(), rule(), "ddp") for name, rule in RULES.items()}
-
-
-@pytest.fixture(scope="module")
-def ddp() -> list[dict[str, Run]]:
-    return launch(run_ddp)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_ddp_equals_one_process(rule, ddp, single):
-    assert_equal_runs([runs[rule] for runs in ddp], single[rule])
-    assert str(ddp[0][rule]["state"]) == str(ddp[1][rule]["state"])
-
-
-# --- FSDP2 --------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
 def data_parallel() -> ModelParallelStrategy:
@@ -194,53 +177,66 @@ def data_parallel() -> ModelParallelStrategy:
     )
 
 
-def run_fsdp2() -> dict[str, Run]:
-    return {name: train(ShardedNet("all"), rule(), data_parallel()) for name, rule in RULES.items()}
+KINDS: dict[str, Callable[[], tuple[ShardedNet, str | Strategy]]] = {
+    "ddp": lambda: (ShardedNet(), "ddp"),
+    "fsdp2": lambda: (ShardedNet("all"), data_parallel()),
+    "part": lambda: (ShardedNet("part"), data_parallel()),
+    "tensor": lambda: (ShardedNet("tensor"), ModelParallelStrategy(1, 2)),
+    "sequence": lambda: (ShardedNet("sequence"), ModelParallelStrategy(1, 2)),
+}
+FLAT_RULES = [rule for rule in RULES if rule != "unit_wise"]
+FLAT_KINDS = [(use_orig, units) for use_orig in (True, False) for units in ("units", "root")]
 
 
-@pytest.fixture(scope="module")
-def fsdp2() -> list[dict[str, Run]]:
-    return launch(run_fsdp2)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_fsdp2_equals_one_process(rule, fsdp2, single):
-    # These values cover only this rank's shards.
-    local = ("clip/fraction", "clip/coefficient") if rule in ("fixed_value", "unit_wise") else ()
-    assert_equal_runs([runs[rule] for runs in fsdp2], single[rule], local=local)
-    for runs in fsdp2:
-        norms = single[rule]["clipped_norms"]
-        assert runs[rule]["clipped_norms"] == pytest.approx(norms, rel=1e-5)
-
-
-def run_mixed() -> dict[str, Run]:
-    part = {
-        name: train(ShardedNet("part"), rule(), data_parallel()) for name, rule in RULES.items()
-    }
-    runs = {"part": part}
-    for plan in PLANS:
-        runs[plan] = {
-            name: train(ShardedNet(plan), rule(), ModelParallelStrategy(1, 2))
-            for name, rule in RULES.items()
-        }
+def run_all() -> dict[Any, Run]:
+    runs: dict[Any, Run] = {}
+    for kind, rule in product(KINDS, RULES):
+        model, strategy = KINDS[kind]()
+        runs[kind, rule] = train(model, RULES[rule](), strategy)
+    for (use_orig, units), rule in product(FLAT_KINDS, FLAT_RULES):
+        policy = {nn.Linear} if units == "units" else None
+        strategy = FSDPOnCPU(use_orig_params=use_orig, auto_wrap_policy=policy)
+        runs[use_orig, units, rule] = train(ShardedNet(), RULES[rule](), strategy)
     return runs
 
 
 @pytest.fixture(scope="module")
-def mixed() -> list[dict[str, dict[str, Run]]]:
-    return launch(run_mixed)
+def ranks() -> list[dict[Any, Run]]:
+    return launch(run_all)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shard", ["part", *PLANS])
-def test_mixed_plain_and_sharded_parameters_equal_one_process(shard, rule, mixed, single):
-    local = ("clip/fraction", "clip/coefficient") if rule in ("fixed_value", "unit_wise") else ()
-    assert_equal_runs([runs[shard][rule] for runs in mixed], single[rule], local=local)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_and_sharded_parameters_equal_one_process(kind, rule, ranks, single):
+    # These values cover only this rank's shards.
+    is_local = kind != "ddp" and rule in ("fixed_value", "unit_wise")
+    local = ("clip/fraction", "clip/coefficient") if is_local else ()
+    runs = [runs[kind, rule] for runs in ranks]
+    assert_equal_runs(runs, single[rule], local=local)
+    for run in runs:
+        assert run["clipped_norms"] == pytest.approx(single[rule]["clipped_norms"], rel=1e-5)
+    assert kind != "ddp" or str(runs[0]["state"]) == str(runs[1]["state"])
+
+
+@pytest.mark.parametrize(("use_orig", "units"), FLAT_KINDS)
+@pytest.mark.parametrize("rule", FLAT_RULES)
+def test_fsdp1_equals_one_process(rule, use_orig, units, ranks, single):
+    runs = [runs[use_orig, units, rule] for runs in ranks]
+    if rule == "per_parameter" and not use_orig:
+        # A flat parameter joins several tensors, so norms agree only until the warm-up ends.
+        for run in runs:
+            expected = single[rule]["logged"]["clip/norm"][:3]
+            torch.testing.assert_close(run["logged"]["clip/norm"][:3], expected, rtol=1e-5, atol=0)
+        assert str(runs[0]["logged"]) == str(runs[1]["logged"])
+        return
+    assert_equal_runs(runs, single[rule], local=("clip/fraction",) if rule == "fixed_value" else ())
+
+
+# --- four processes -------------------------------------------------------------------------------
 
 
 def measure_meshes() -> tuple[list[float], float]:
     """Measure parameters on two equal 1-D meshes and one 2-D mesh, of four processes."""
-    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=4)
     meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (4,))
     mesh_2d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     placed = [
@@ -277,59 +273,8 @@ def measure_meshes() -> tuple[list[float], float]:
     return norms.per_tensor, norms.total
 
 
-def test_norms_are_exact_for_parameters_on_several_meshes():
-    expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    expected += [math.sqrt(8) * 6, math.sqrt(200), math.sqrt(800)]
-    for per_tensor, total in launch(measure_meshes, processes=4):
-        assert per_tensor == pytest.approx(expected, rel=1e-6)
-        assert total == pytest.approx(math.hypot(*expected), rel=1e-6)
-
-
-# --- FSDP1 --------------------------------------------------------------------------------------
-
-FLAT_RULES = [rule for rule in RULES if rule != "unit_wise"]
-
-
-def run_fsdp1() -> dict[str, Run]:
-    return {
-        f"{name}-{use_orig_params}-{units}": train(
-            ShardedNet(),
-            RULES[name](),
-            FSDPOnCPU(
-                use_orig_params=use_orig_params,
-                auto_wrap_policy={nn.Linear} if units == "units" else None,
-            ),
-        )
-        for name in FLAT_RULES
-        for use_orig_params in (True, False)
-        for units in ("units", "root")
-    }
-
-
-@pytest.fixture(scope="module")
-def fsdp1() -> list[dict[str, Run]]:
-    return launch(run_fsdp1)
-
-
-@pytest.mark.parametrize("units", ["units", "root"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("rule", FLAT_RULES)
-def test_fsdp1_equals_one_process(rule, use_orig_params, units, fsdp1, single):
-    key = f"{rule}-{use_orig_params}-{units}"
-    runs = [runs[key] for runs in fsdp1]
-    if rule == "per_parameter" and not use_orig_params:
-        # A flat parameter joins several tensors, so norms agree only until the warm-up ends.
-        for run in runs:
-            expected = single[rule]["logged"]["clip/norm"][:3]
-            torch.testing.assert_close(run["logged"]["clip/norm"][:3], expected, rtol=1e-5, atol=0)
-        assert str(runs[0]["logged"]) == str(runs[1]["logged"])
-        return
-    assert_equal_runs(runs, single[rule], local=("clip/fraction",) if rule == "fixed_value" else ())
-
-
 def measure_no_shard() -> tuple[float, list[float], int]:
     """Wrap an unsharded unit and one with two replicas. Lightning has one setting for all units."""
-    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=4)
     model = SmallNet(widths=(3,)).layer
     strategies = torch.distributed.fsdp.ShardingStrategy
     world = torch.distributed.group.WORLD
@@ -349,8 +294,27 @@ def measure_no_shard() -> tuple[float, list[float], int]:
     return norms.total, norms.per_tensor, len(flat)
 
 
-@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")
-def test_unsharded_fsdp1_units_are_not_summed_over_ranks():
+def measure_on_four_ranks() -> tuple[Any, Any]:
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=4)
+    return measure_meshes(), measure_no_shard()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[tuple[Any, Any]]:
+    with warnings.catch_warnings():  # the ranks have the same filters
+        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated")
+        return launch(measure_on_four_ranks, processes=4)
+
+
+def test_norms_are_exact_for_parameters_on_several_meshes(four_ranks):
+    expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    expected += [math.sqrt(8) * 6, math.sqrt(200), math.sqrt(800)]
+    for (per_tensor, total), _ in four_ranks:
+        assert per_tensor == pytest.approx(expected, rel=1e-6)
+        assert total == pytest.approx(math.hypot(*expected), rel=1e-6)
+
+
+def test_unsharded_fsdp1_units_are_not_summed_over_ranks(four_ranks):
     plain = SmallNet(widths=(3,)).layer
     inputs, targets = next(iter(loader_of(1)))
     nn.functional.mse_loss(plain(inputs), targets).backward()
@@ -358,7 +322,7 @@ def test_unsharded_fsdp1_units_are_not_summed_over_ranks():
         sum(p.grad.double().square().sum().item() for p in plain[index].parameters())
         for index in (0, 2)
     ]
-    for total, per_tensor, sharded in launch(measure_no_shard, processes=4):
+    for _, (total, per_tensor, sharded) in four_ranks:
         assert per_tensor == pytest.approx([math.sqrt(square) for square in squares], rel=1e-5)
         assert total == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
         assert sharded > 0

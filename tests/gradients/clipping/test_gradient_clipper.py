@@ -3,9 +3,9 @@
 import copy
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParamet
 from tests.gradients.cases import (
     ALL_RULES,
     Net,
-    both_taken,
     every_rule,
     set_gradients,
     statistics_of,
@@ -60,13 +59,16 @@ def fresh() -> Net:
 
 
 def run(
-    make: Any, norms: list[tuple[int, float]], state: dict[str, Any] | None = None
+    make: Any, norms: list[tuple[int, float]], state: dict[str, Any] | None = None, kind: str = ""
 ) -> tuple[list[Tensor], dict[str, Any]]:
     net = fresh()
-    clipper = GradientClipper(net, make())
-    if state is not None:
-        clipper.load_state_dict(state)
-    return list(steps_of(clipper, net, norms)), clipper.state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "device":
+            take_device_path(patch)
+        clipper = GradientClipper(net, make())
+        if state is not None:
+            clipper.load_state_dict(state)
+        return list(steps_of(clipper, net, norms)), clipper.state_dict()
 
 
 NORMS = list(enumerate(lognormal_norms(50, seed=7)))
@@ -75,18 +77,6 @@ NORMS = list(enumerate(lognormal_norms(50, seed=7)))
 # --- every rule -----------------------------------------------------------------------------------
 
 
-@both_taken
-@every_rule
-def test_rule_clips_and_never_enlarges_a_gradient(make: Any, path: str) -> None:
-    gradients, _ = run(make, NORMS)
-    after = np.array([g.norm().item() for g in gradients])
-    before = np.array([norm for _, norm in NORMS])
-    assert (after < 0.99 * before).any()
-    assert (after > 0.0).all()
-    assert (after <= before * (1 + 1e-12)).all()
-
-
-@both_taken
 @every_rule
 def test_nonfinite_gradient_is_unchanged_and_enters_no_statistic(make: Any, path: str) -> None:
     clean = NORMS[:30]
@@ -108,41 +98,27 @@ def test_nonfinite_gradient_is_unchanged_and_enters_no_statistic(make: Any, path
             torch.testing.assert_close(gradient, flat_gradient(net), rtol=0, atol=0, equal_nan=True)
 
 
-@both_taken
+@pytest.mark.parametrize("kinds", list(product(["host", "device"], repeat=2)), ids="-".join)
 @every_rule
-def test_resumed_run_is_bit_exact(make: Any, path: str) -> None:
-    steps = [*NORMS[:20], (99, NAN), *NORMS[20:]]
-    expected, final = run(make, steps)
-    counts = ("steps", "nonfinite", "clipped")
+def test_resumed_run_is_bit_exact_on_the_same_kind_of_device(make: Any, kinds: Any) -> None:
+    """On another kind it is equal up to rounding."""
+    steps, counts = [*NORMS[:20], (99, NAN), *NORMS[20:]], ("steps", "nonfinite", "clipped")
+    expected, final = run(make, steps, kind=kinds[0])
+    rounding = 0.0 if kinds[0] == kinds[1] else 1e-12
     for cut in (2, 12, 33):
-        first, state = run(make, steps[:cut])
+        first, state = run(make, steps[:cut], kind=kinds[0])
         saved = through_a_file(state)
-        second, resumed = run(make, steps[cut:], saved)
+        second, resumed = run(make, steps[cut:], saved, kind=kinds[1])
         assert_same_state(saved, through_a_file(state))
         for ours, theirs in zip(first + second, expected, strict=True):
-            assert ours.numpy().tobytes() == theirs.numpy().tobytes()
-        assert statistics_of(resumed["rule"]) == statistics_of(final["rule"])
-        assert [resumed[key] for key in counts] == [final[key] for key in counts]
+            torch.testing.assert_close(ours, theirs, rtol=rounding, atol=0.0, equal_nan=True)
+        assert [resumed[key] for key in counts] == pytest.approx(
+            [final[key] for key in counts], rel=rounding, abs=0.0
+        )
+        if not rounding:
+            assert statistics_of(resumed["rule"]) == statistics_of(final["rule"])
 
 
-@every_rule
-def test_run_resumes_on_another_kind_of_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = run(make, NORMS)
-    for cut in (2, 12, 33):
-        for kinds in (("host", "device"), ("device", "host")):
-            state, parts = None, []
-            for kind, steps in zip(kinds, (NORMS[:cut], NORMS[cut:]), strict=True):
-                with monkeypatch.context() as patch:
-                    if kind == "device":
-                        take_device_path(patch)
-                    gradients, state = run(make, steps, state)
-                state = through_a_file(state)
-                parts += gradients
-            for ours, theirs in zip(parts, expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
-
-
-@both_taken
 @every_rule
 def test_loss_scale_does_not_change_clipping(make: Any, path: str) -> None:
     """With a fused optimizer the gradients still contain the scale."""
@@ -196,19 +172,18 @@ def test_gradient_whose_square_overflows_float32_is_clipped(make: Any) -> None:
 # --- against torch --------------------------------------------------------------------------------
 
 
-@both_taken
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("norm", [0.0, 0.2, 1.0, 7.0, 1e6])
-def test_fixed_norm_equals_torch(norm: float, dtype: torch.dtype, path: str) -> None:
+def test_fixed_norm_equals_torch(dtype: torch.dtype, path: str) -> None:
     ours, theirs = fresh().to(dtype), fresh().to(dtype)
-    set_gradients(ours, norm, seed=3)
-    set_gradients(theirs, norm, seed=3)
-    total = GradientClipper(ours, FixedNorm(0.7)).clip()["norm"]
-    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.7)
     # torch divides by the norm and 1e-6, and so ends that much below the bound.
     exact = {"rtol": 1e-2 if dtype is torch.bfloat16 else 1e-6 + 1e-6 / 0.7, "atol": 0.0}
-    torch.testing.assert_close(float(total), expected.item(), **exact)
-    torch.testing.assert_close(flat_gradient(ours), flat_gradient(theirs), **exact)
+    for norm in (0.0, 0.2, 1.0, 7.0, 1e6):
+        set_gradients(ours, norm, seed=3)
+        set_gradients(theirs, norm, seed=3)
+        total = GradientClipper(ours, FixedNorm(0.7)).clip()["norm"]
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.7)
+        torch.testing.assert_close(float(total), expected.item(), **exact)
+        torch.testing.assert_close(flat_gradient(ours), flat_gradient(theirs), **exact)
 
 
 # --- complex gradients, and bfloat16 as the default dtype -----------------------------------------
@@ -225,7 +200,6 @@ class Filter(nn.Module):
         self.gain.grad = torch.ones(3)
 
 
-@both_taken
 def test_fixed_value_clamps_real_and_imaginary_parts(path: str) -> None:
     model = Filter()
     GradientClipper(model, FixedValue(2.0)).clip()
@@ -233,7 +207,6 @@ def test_fixed_value_clamps_real_and_imaginary_parts(path: str) -> None:
     assert model.filter.grad.tolist() == [[2 - 2j] * 3] * 2
 
 
-@both_taken
 @pytest.mark.parametrize("rule", [FixedNorm(1.0), PerParameter(), UnitWise(0.1, exclude=None)])
 def test_complex_gradients_keep_their_phase(path: str, rule: ClippingRule) -> None:
     model = Filter()
@@ -255,7 +228,6 @@ def _bfloat16_by_default() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_bfloat16_by_default")
-@both_taken
 @pytest.mark.parametrize("rule", [FixedNorm(0.1), FixedValue(0.1)])
 def test_counts_do_not_use_the_default_dtype(path: str, rule: ClippingRule) -> None:
     model = nn.Linear(3, 2)
@@ -295,7 +267,6 @@ def test_step_without_gradients_is_not_counted() -> None:
     assert clipper.state_dict()["steps"] == 1
 
 
-@both_taken
 def test_clipped_share_excludes_nonfinite_steps(path: str) -> None:
     net = fresh()
     clipper = GradientClipper(net, FixedNorm(1.0))
@@ -313,10 +284,7 @@ def test_rules_by_name() -> None:
         assert type(resolve_rule(name)) is kind
     rule = ZClip(z=3.0)
     assert resolve_rule(rule) is rule
-    with pytest.raises(ValueError, match=r"rule must be one of .*'robust'.*got 'robst'") as e:
-        resolve_rule("robst")
-    assert all(repr(name) in str(e.value) for name in RULES)
-    wrong: list[Any] = [None, 1.0, Robust, True]
+    wrong: list[Any] = ["robst", None, 1.0, Robust, True]
     for value in wrong:
         with pytest.raises(ValueError, match=r"rule must be one of .*'robust'"):
             resolve_rule(value)

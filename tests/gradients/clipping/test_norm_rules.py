@@ -24,12 +24,11 @@ from tests.gradients import references
 from tests.gradients.cases import (
     both_paths,
     every_norm_rule,
-    statistics_of,
     thresholds_of,
 )
 from tests.gradients.references import lognormal_norms
 
-STEPS = 2_000
+STEPS = 1_000
 NAN, INF = math.nan, math.inf
 
 # --- the same thresholds as an independent reference ----------------------------------------------
@@ -111,17 +110,6 @@ def test_zclip_equals_the_package(max_norm: float | None, path: str) -> None:
 
 @both_paths
 @every_norm_rule
-def test_norm_of_zero_changes_no_statistic(make: Any, path: str) -> None:
-    norms = lognormal_norms(60, seed=2)
-    with_zeros = [value for norm in norms for value in (0.0, norm)]
-    states = make().init(), make().init()
-    expected = thresholds_of(make(), norms, path, states[0])
-    assert thresholds_of(make(), with_zeros, path, states[1])[1::2] == expected
-    assert statistics_of(states[1]) == statistics_of(states[0])
-
-
-@both_paths
-@every_norm_rule
 def test_norm_whose_square_overflows_keeps_statistics_finite(make: Any, path: str) -> None:
     norms = lognormal_norms(300, seed=3)
     for index in (3, 20, 100):
@@ -137,7 +125,7 @@ def passes(rule: NormRule, norms: list[float]) -> np.ndarray:
 
 
 def over_seeds(measure: Any) -> float:
-    return float(np.median([measure(seed) for seed in range(20)]))
+    return float(np.median([measure(seed) for seed in range(8)]))
 
 
 def steady(steps: int, seed: int) -> list[float]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
 from lightning_opt.gradients.curvature.hessian import random_signs
-from tests.gradients.curvature.test_hessian import Once
+from tests.gradients.curvature.test_hessian import flat
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -42,10 +42,6 @@ def hessian_of(net: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
         return mse_loss(torch.tanh(x @ w1.T + b1) @ w2.T + b2, y)
 
     return torch.autograd.functional.hessian(loss, flat(net.parameters()).detach())
-
-
-def flat(parts) -> Tensor:
-    return torch.cat([part.flatten() for part in parts])
 
 
 def manual_loop(world: int = 1, fraction: float = 1.0, accumulate: int = 1) -> SmallNet:
@@ -174,7 +170,20 @@ def test_compiled_module_gives_the_same_steps():
     torch.compiler.reset()
 
 
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad.clone()
+
+
 def test_operator_without_second_derivative_raises():
+    """torch would silently omit its part."""
+
     class OnceDifferentiableNet(SmallNet):
         def forward(self, x: Tensor) -> Tensor:
             return Once.apply(self.layer(x))  # type: ignore[no-any-return]

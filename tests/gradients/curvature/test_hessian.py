@@ -179,21 +179,3 @@ def test_invalid_arguments_raise():
         lo.hessian_trace(case.graph(), case.params, 0)
     with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
         lo.top_eigenvalue(case.graph(), case.params, tolerance=-1.0)
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return grad.clone()
-
-
-def test_once_differentiable_function_raises():
-    """torch would silently omit its part."""
-    x = torch.ones(3, requires_grad=True)
-    with pytest.raises(RuntimeError, match="marked once_differentiable"):
-        lo.hessian_diagonal(Once.apply(torch.tanh(x)).square().sum(), [x])

@@ -1,7 +1,6 @@
-"""All ranks respond to a fault of one rank: real processes over gloo."""
+"""All ranks respond to a fault of one rank: real processes over gloo, launched once."""
 
-import os
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,9 +19,6 @@ from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import quiet_trainer
 
 pytestmark = pytest.mark.distributed
-
-Result = tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Any]], str]
-"""The weights with a guard, those of a run without the faulty batches, events and counts."""
 
 
 class ShardedNet(FaultyNet):
@@ -44,7 +40,7 @@ class ShardedNet(FaultyNet):
 def train(
     strategy: str,
     faults: dict[int, str],
-    guard: lo.NonFiniteGuard | None,
+    *callbacks: lo.NonFiniteGuard,
     leave_out: Any = (),
     device_path: bool = False,
     window: int = 1,
@@ -62,7 +58,7 @@ def train(
     trainer = quiet_trainer(
         devices=2,
         strategy=kinds[strategy](),
-        callbacks=[] if guard is None else [guard],
+        callbacks=list(callbacks),
         accumulate_grad_batches=window,
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -72,18 +68,52 @@ def train(
     return weights_of(model)
 
 
-def guarded_and_clean(
-    strategy: str,
-    faults: dict[int, str],
-    leave_out: Any,
-    settings: dict[str, Any],
-    device_path: bool = False,
-    window: int = 1,
-) -> Result:
-    guard = lo.NonFiniteGuard(**settings)
-    guarded = train(strategy, faults, guard, (), device_path, window)
-    clean = train(strategy, {}, None, leave_out, device_path, window)
-    return guarded, clean, guard.events, guard.report().notes[-1]
+class Case(NamedTuple):
+    """A guarded run with faults on rank 1, and a run without the batches ``lost`` to them."""
+
+    strategy: str
+    faults: dict[int, str]
+    lost: Any
+    guard: dict[str, Any]
+    device_path: bool = False
+    window: int = 1
+
+    def run(self) -> Any:
+        """Return the weights of both runs, the guard's events and its counts."""
+        guard, settings = lo.NonFiniteGuard(**self.guard), self._asdict()
+        settings = {key: settings[key] for key in ("device_path", "window")}
+        guarded = train(self.strategy, self.faults, guard, **settings)
+        clean = train(self.strategy, {}, leave_out=self.lost, **settings)
+        return guarded, clean, guard.events, guard.report().notes[-1]
+
+
+FAULTS = {0: "nan", 5: "log", 6: "inf", 12: "root", 15: "constant"}
+ROLLBACK = {"policy": "rollback", "lr_backoff": 1.0}
+IN_A_ROW = dict.fromkeys(range(10, 16), "nan")
+CASES = {
+    **{
+        f"skip-{strategy}-{path}": Case(strategy, FAULTS, tuple(FAULTS), {}, path == "device")
+        for strategy in ("ddp", "ddp_view", "fsdp2")
+        for path in ("host", "device")
+    },
+    **{
+        f"rollback-{strategy}-{path}": Case(
+            strategy, IN_A_ROW, range(10, end), {**ROLLBACK, "snapshot_every_n_steps": 5}, end == 18
+        )
+        for strategy in ("ddp", "fsdp2")
+        for path, end in (("host", 16), ("device", 18))
+    },
+    "weight": Case("ddp", {10: "weight"}, (8, 9, 10), {**ROLLBACK, "snapshot_every_n_steps": 4}),
+    **{
+        f"spike-{path}": Case("ddp", {21: "spike"}, (21,), {"spike": 5.0}, path == "device")
+        for path in ("host", "device")
+    },
+    "micro-batches": Case("ddp", {10: "nan"}, (9, 10, 11), {}, window=3),
+}
+
+
+def named(kind: str) -> Any:
+    return pytest.mark.parametrize("name", [name for name in CASES if name.startswith(kind)])
 
 
 RANKS = [
@@ -96,7 +126,6 @@ RANKS = [
 
 
 def detect_on_host_and_device() -> list[tuple[float, float, int]]:
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
     found = []
     for make in (float, lambda value: torch.tensor(value, dtype=torch.float64)):
         for *values, _ in RANKS:
@@ -107,51 +136,6 @@ def detect_on_host_and_device() -> list[tuple[float, float, int]]:
             )
             found.append((float(detection.loss), float(detection.norm), int(detection.code)))
     return found
-
-
-def test_ranks_share_the_mean_loss_and_the_largest_norm() -> None:
-    first, second = launch(detect_on_host_and_device)
-    assert repr(first) == repr(second)
-    assert first[0] == (2.0, 5.0, 0)
-    assert [code for *_, code in first] == [code for *_, code in RANKS] * 2
-    assert repr(first[:4]) == repr(first[4:])
-
-
-FAULTS = {0: "nan", 5: "log", 6: "inf", 12: "root", 15: "constant"}
-
-
-@pytest.mark.parametrize("device_path", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_view", "fsdp2"])
-def test_all_ranks_skip_the_fault_of_one_rank(strategy: str, device_path: bool) -> None:
-    results = launch(guarded_and_clean, strategy, FAULTS, tuple(FAULTS), {}, device_path)
-    for weights, clean, events, _ in results:
-        assert_same_weights(weights, clean)
-        assert [event["batch_idx"] for event in events] == sorted(FAULTS)
-        assert [event["ranks"] for event in events] == [[1], [1], [1], [], [1]]
-    assert repr(results[0][2]) == repr(results[1][2])
-
-
-@pytest.mark.parametrize("device_path", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_all_ranks_roll_back(strategy: str, device_path: bool) -> None:
-    settings = {"policy": "rollback", "snapshot_every_n_steps": 5, "lr_backoff": 1.0}
-    faults = dict.fromkeys(range(10, 16), "nan")
-    lost = tuple(range(10, 18 if device_path else 16))
-    for weights, clean, _, counts in launch(
-        guarded_and_clean, strategy, faults, lost, settings, device_path
-    ):
-        assert_same_weights(weights, clean)
-        assert "rollbacks 1" in counts
-
-
-def test_all_ranks_roll_back_a_nan_weight_of_one_rank() -> None:
-    settings = {"policy": "rollback", "snapshot_every_n_steps": 4, "lr_backoff": 1.0}
-    for weights, clean, events, _ in launch(
-        guarded_and_clean, "ddp", {10: "weight"}, (8, 9, 10), settings
-    ):
-        assert_same_weights(weights, clean)
-        assert events[-1]["kind"] == "nonfinite_weight"
-        assert events[-1]["parameters"] == ["head.weight"]
 
 
 def stop(strategy: str, rank: int | None) -> tuple[str, list[str]]:
@@ -165,29 +149,68 @@ def stop(strategy: str, rank: int | None) -> tuple[str, list[str]]:
     return "", []
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank", "named"), [("ddp", None, "rank 0, 1"), ("fsdp2", 1, "rank 1")]
-)
-def test_all_ranks_stop_with_the_same_error(strategy: str, rank: int | None, named: str) -> None:
-    (first, warnings), (second, others) = launch(stop, strategy, rank)
+def run_all() -> dict[str, Any]:
+    runs = {name: case.run() for name, case in CASES.items()}
+    return {
+        **runs,
+        "detections": detect_on_host_and_device(),
+        "stop-ddp": stop("ddp", None),
+        "stop-fsdp2": stop("fsdp2", 1),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return launch(run_all)
+
+
+def test_ranks_share_the_mean_loss_and_the_largest_norm(ranks: Any) -> None:
+    first, second = (rank["detections"] for rank in ranks)
+    assert repr(first) == repr(second)
+    assert first[0] == (2.0, 5.0, 0)
+    assert [code for *_, code in first] == [code for *_, code in RANKS] * 2
+    assert repr(first[:4]) == repr(first[4:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fault_of_one_rank_leaves_no_trace(name: str, ranks: Any) -> None:
+    for rank in ranks:
+        weights, clean, *_ = rank[name]
+        assert_same_weights(weights, clean)
+    assert repr(ranks[0][name][2]) == repr(ranks[1][name][2])
+
+
+@named("skip")
+def test_all_ranks_skip_the_fault_of_one_rank(name: str, ranks: Any) -> None:
+    events = ranks[0][name][2]
+    assert [event["batch_idx"] for event in events] == sorted(FAULTS)
+    assert [event["ranks"] for event in events] == [[1], [1], [1], [], [1]]
+
+
+@named("rollback")
+def test_all_ranks_roll_back(name: str, ranks: Any) -> None:
+    assert all("rollbacks 1" in rank[name][3] for rank in ranks)
+
+
+def test_all_ranks_roll_back_a_nan_weight_of_one_rank(ranks: Any) -> None:
+    event = ranks[0]["weight"][2][-1]
+    assert (event["kind"], event["parameters"]) == ("nonfinite_weight", ["head.weight"])
+
+
+@named("spike")
+def test_all_ranks_skip_the_spike_of_one_rank(name: str, ranks: Any) -> None:
+    events = ranks[0][name][2]
+    assert [(event["batch_idx"], event["kind"]) for event in events] == [(21, "loss_spike")]
+
+
+def test_every_micro_batch_of_every_rank_counts(ranks: Any) -> None:
+    assert [event["batch_idx"] for event in ranks[0]["micro-batches"][2]] == [10]
+
+
+@pytest.mark.parametrize(("strategy", "named"), [("ddp", "rank 0, 1"), ("fsdp2", "rank 1")])
+def test_all_ranks_stop_with_the_same_error(strategy: str, named: str, ranks: Any) -> None:
+    (first, warnings), (second, others) = (rank[f"stop-{strategy}"] for rank in ranks)
     assert first == second
     assert f"batch 6, {named}" in first
     assert len(warnings) == 2
     assert not others
-
-
-@pytest.mark.parametrize("device_path", [False, True])
-def test_all_ranks_skip_the_spike_of_one_rank(device_path: bool) -> None:
-    for weights, clean, events, _ in launch(
-        guarded_and_clean, "ddp", {21: "spike"}, (21,), {"spike": 5.0}, device_path
-    ):
-        assert [event["batch_idx"] for event in events] == [21]
-        assert_same_weights(weights, clean)
-
-
-def test_every_micro_batch_of_every_rank_counts() -> None:
-    for weights, clean, events, _ in launch(
-        guarded_and_clean, "ddp", {10: "nan"}, (9, 10, 11), {}, False, 3
-    ):
-        assert_same_weights(weights, clean)
-        assert [event["batch_idx"] for event in events] == [10]

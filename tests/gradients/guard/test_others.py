@@ -11,15 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_opt as lo
-from tests.gradients.faulty import FaultyNet, Lion, all_finite
+from tests.gradients.faulty import FaultyNet, Lion, all_finite, fit
 from tests.gradients.guard.optimizers import SAM, Counting, Lookahead
 from tests.helpers.models import AdversarialNet, assert_same_weights
-from tests.helpers.trainers import quiet_trainer
-
-
-def fit(model: Any, *callbacks: Any, **settings: Any) -> Any:
-    quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -184,13 +178,10 @@ class Quantized(Tensor):
         raise NotImplementedError(func)
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_quantized_weights_of_others_are_left_out(policy: Any) -> None:
+def test_quantized_weights_of_others_are_left_out() -> None:
     """As the frozen weights of QLoRA."""
-    guard, model = (
-        lo.NonFiniteGuard(policy, rollback_after=1, lr_backoff=1.0),
-        FaultyNet({5: "nan"}),
-    )
+    guard = lo.NonFiniteGuard("rollback", rollback_after=1, lr_backoff=1.0)
+    model = FaultyNet({5: "nan"})
     values = torch.ones(4, dtype=torch.int8)
     model.frozen = nn.Parameter(Quantized(values), requires_grad=False)
     model.configure_optimizers = lambda: torch.optim.SGD(model.head.parameters())
@@ -200,26 +191,17 @@ def test_quantized_weights_of_others_are_left_out(policy: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("form", ["coo", "csr", "float8"])
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_sparse_and_float8_buffers_are_kept(policy: Any, form: str) -> None:
-    """As the adjacency matrix of a graph."""
-    dense = torch.eye(4)
-    forms = {
-        "coo": dense.to_sparse_coo(),
-        "csr": dense.to_sparse_csr(),
-        "float8": dense.to(torch.float8_e4m3fn),
-    }
-
-    class Graph(FaultyNet):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            self.register_buffer("graph", forms[form])
-
-    guard = lo.NonFiniteGuard(policy, snapshot_every_n_steps=3)
-    guarded = fit(Graph({5: "nan"}), guard)
+def test_sparse_and_float8_buffers_are_kept() -> None:
+    """As the adjacency matrix of a graph. Snapshots contain them."""
+    dense, guarded = torch.eye(4), FaultyNet({5: "nan"})
+    guarded.register_buffer("coo", dense.to_sparse_coo())
+    guarded.register_buffer("csr", dense.to_sparse_csr())
+    guarded.register_buffer("float8", dense.to(torch.float8_e4m3fn))
+    guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=3)
+    fit(guarded, guard)
     assert [event["batch_idx"] for event in guard.events] == [5]
-    assert torch.equal(guarded.graph.to_dense().float(), dense)
+    for buffer in (guarded.coo, guarded.csr, guarded.float8):
+        assert torch.equal(buffer.to_dense().float(), dense)
     assert_same_weights(guarded.head, fit(FaultyNet({}, leave_out=[5])).head)
 
 
@@ -266,7 +248,7 @@ KINDS = {
 @pytest.mark.parametrize("chunk", range(4))
 def test_random_faults_leave_no_trace(chunk: int) -> None:
     """Bit-identical to a run without the bad windows, for random combinations."""
-    for seed in range(15 * chunk, 15 * chunk + 15):
+    for seed in range(8 * chunk, 8 * chunk + 8):
         draw = random.Random(seed)
         window = draw.choice([1, 1, 2, 4])
         optimizer, settings = draw.choice(

@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt import AdaptiveClipping, GradientHealth
-from tests.gradients.health.test_faults import Classifier, mlp
+from tests.gradients.health.test_faults import Classifier, mlp, scaled
 from tests.helpers.models import AdversarialNet
 from tests.helpers.trainers import quiet_trainer
 
 functional = nn.functional
-STEPS, EVERY = 120, 10
+STEPS, EVERY = 60, 10
 
 
 def images(rows: int = 256) -> tuple[Tensor, Tensor]:
@@ -103,11 +102,6 @@ def with_frozen_layers() -> nn.Module:
     return net
 
 
-def half_precision() -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=20)
-    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-
-
 TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     "transformer": lambda: (Task(Transformer(), tokens), {}),
     "convnet": lambda: (Task(convnet(), images, torch.optim.SGD, lr=0.1, momentum=0.9), {}),
@@ -115,9 +109,12 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     "frozen layers": lambda: (Classifier(with_frozen_layers()), {}),
     "fp16 with a loss scaler": lambda: (
         Classifier(mlp(2, width=32)),
-        {"plugins": half_precision()},
+        {"plugins": scaled(2.0**24, growth_interval=20)},
     ),
-    "a model that converges": lambda: (Classifier(mlp(2, width=64), lr=3e-2, rows=16), {}),
+    "a model that converges": lambda: (
+        Classifier(mlp(2, width=64), lr=3e-2, rows=16),
+        {"max_steps": 2 * STEPS},
+    ),
 }
 
 
@@ -134,9 +131,7 @@ def test_clean_training_has_no_critical_issue(kind):
 
     trainer = quiet_trainer(
         callbacks=[health, AdaptiveClipping(), Collect()],
-        max_steps=STEPS,
-        max_epochs=-1,
-        **settings,
+        **{"max_steps": STEPS, "max_epochs": -1, **settings},
     )
     trainer.fit(model)
     assert not [issue for issue in seen if "[critical]" in issue], set(seen)

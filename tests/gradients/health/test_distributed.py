@@ -1,7 +1,6 @@
 """GradientHealth in two processes: every rank measures the same as a single process."""
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -103,59 +102,11 @@ def single() -> dict[str, Any]:
     return train(WithUnused())
 
 
-def run_ddp() -> dict[str, Any]:
-    return train(WithUnused(), "ddp_find_unused_parameters_true")
-
-
-def run_fsdp2() -> dict[str, Any]:
-    return train(WithUnused("all"), data_parallel())
-
-
-def run_sequence_parallel() -> dict[str, Any]:
-    return train(WithUnused("sequence"), ModelParallelStrategy(1, 2))
-
-
-def run_fsdp1() -> dict[str, Any]:
-    policy = ModuleWrapPolicy({nn.Linear})
-    return train(WithUnused(), FSDPOnCPU(auto_wrap_policy=policy, use_orig_params=True))
-
-
-@pytest.mark.parametrize("run", [run_ddp, run_fsdp2, run_sequence_parallel])
-def test_every_rank_measures_the_same_as_one_process(run, single):
-    check(launch(run), single)
-
-
-def test_fsdp1_measures_whole_parameters(single):
-    """Shards are flat, so matrices are unknown; all other values match."""
-    check(launch(run_fsdp1), single, without=BY_SHAPE)
-
-
-def run_nan() -> dict[str, Any]:
-    return {
-        "ddp": train(WithUnused(bad_step=5), "ddp_find_unused_parameters_true"),
-        "fsdp2": train(WithUnused("all", bad_step=5), data_parallel()),
-        "every step": train(WithUnused("all"), data_parallel(), every=1),
-    }
-
-
-def test_nan_on_one_rank_is_reported_on_all_and_ranks_agree_at_every_step():
-    first, second = launch(run_nan)
-    assert first["every step"]["state"] == second["every step"]["state"]
-    for runs in (first, second):
-        for run in (runs["ddp"], runs["fsdp2"]):
-            assert run["nonfinite"] == 3  # from step 6 to the end, weights are NaN
-            assert any(issue.startswith("[critical] nan") for issue in run["issues"])
-            assert any("[critical] nan" in text for text in run["warnings"]) == (runs is first)
-
-
 def watch_tensor_parallel() -> list[str]:
     """Watch a tensor-parallel network with one DTensor and one plain output per layer pair."""
-    rank = int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
-    parallelize_module(net, mesh, plan)
+    parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
     watch = ActivationWatch()
     assert watch.watch(net)
     watch.start_batch(0, 7)
@@ -164,7 +115,49 @@ def watch_tensor_parallel() -> list[str]:
     return [str(issue) for issue in watch.take(scaled=False)]
 
 
-def test_activations_of_tensor_parallel_layers_are_watched():
-    for issues in launch(watch_tensor_parallel):
-        assert len(issues) == 1
-        assert issues[0].startswith("[critical] nan at 0: ")
+def run_all() -> dict[str, Any]:
+    ddp, linear = "ddp_find_unused_parameters_true", ModuleWrapPolicy({nn.Linear})
+    fsdp1 = FSDPOnCPU(auto_wrap_policy=linear, use_orig_params=True)
+    return {
+        "ddp": train(WithUnused(), ddp),
+        "fsdp1": train(WithUnused(), fsdp1),
+        "fsdp2": train(WithUnused("all"), data_parallel()),
+        "sequence": train(WithUnused("sequence"), ModelParallelStrategy(1, 2)),
+        "every step": train(WithUnused("all"), data_parallel(), every=1),
+        "nan ddp": train(WithUnused(bad_step=5), ddp),
+        "nan fsdp2": train(WithUnused("all", bad_step=5), data_parallel()),
+        "watched": watch_tensor_parallel(),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return launch(run_all)
+
+
+# Shards of FSDP1 are flat, so matrices are unknown; all other values match.
+@pytest.mark.parametrize(
+    ("kind", "without"), [("ddp", ()), ("fsdp1", BY_SHAPE), ("fsdp2", ()), ("sequence", ())]
+)
+def test_every_rank_measures_the_same_as_one_process(kind, without, ranks, single):
+    check([runs[kind] for runs in ranks], single, without)
+
+
+def test_ranks_agree_at_every_step(ranks):
+    first, second = (runs["every step"] for runs in ranks)
+    assert first["state"] == second["state"]
+
+
+@pytest.mark.parametrize("kind", ["nan ddp", "nan fsdp2"])
+def test_nan_on_one_rank_is_reported_on_all(kind, ranks):
+    for rank, runs in enumerate(ranks):
+        run = runs[kind]
+        assert run["nonfinite"] == 3  # from step 6 to the end, weights are NaN
+        assert any(issue.startswith("[critical] nan") for issue in run["issues"])
+        assert any("[critical] nan" in text for text in run["warnings"]) == (rank == 0)
+
+
+def test_activations_of_tensor_parallel_layers_are_watched(ranks):
+    for runs in ranks:
+        (issue,) = runs["watched"]
+        assert issue.startswith("[critical] nan at 0: ")

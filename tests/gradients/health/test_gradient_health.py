@@ -44,7 +44,6 @@ def fit(health: lo.GradientHealth, *others: Callback, model: Any = None, **setti
     return trainer
 
 
-@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
 def test_measurements_match_float64(path):
     health, reference = lo.GradientHealth(every_n_steps=6), Reference()
     fit(health, reference)  # 12 steps: the window of the last report is steps 7 to 12
@@ -196,7 +195,6 @@ def test_long_timeline_is_thinned(monkeypatch):
     assert (timeline[0]["step"], timeline[-1]["step"]) == (1, 36)
 
 
-@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
 def test_complex_weights_count_as_two_real_ones(path):
     class SetGradient(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
