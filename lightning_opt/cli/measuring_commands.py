@@ -21,7 +21,6 @@ from lightning_opt.cli.parsing import (
     make_parser,
     parse_job,
     preset_of,
-    settings_of,
     split_names,
 )
 from lightning_opt.cli.targets import Targets
@@ -83,6 +82,9 @@ def run_tune(argv: Sequence[str]) -> int:
     options = job.options
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)  # fails before the search, not after it
+    base, preset = job.trainer, chosen_preset(options.preset, options.without)
+    if preset is not None:  # measured runs have no logger by default
+        base = preset.to_dict(**{"logger": False, **base})
     try:
         result = autotune(
             job.model,
@@ -90,7 +92,7 @@ def run_tune(argv: Sequence[str]) -> int:
             objective=options.objective,
             budget=options.budget,
             candidates=split_names(options.candidates) or None,
-            base=settings_of(job, options.preset, options.without),
+            base=base,
             timeout=options.timeout,
             progress=not options.quiet,
         )

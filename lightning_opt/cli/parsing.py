@@ -180,12 +180,3 @@ def preset_of(name: str, without: str | None = None) -> Preset:
 
 def split_names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[str, Any]:
-    """Return the job's Trainer arguments, merged with the preset's if one is named."""
-    preset = chosen_preset(name, without)
-    if preset is None:
-        return dict(job.trainer)
-    # Measured runs have no logger by default.
-    return preset.to_dict(**{"logger": False, **job.trainer})

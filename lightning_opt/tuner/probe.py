@@ -131,12 +131,7 @@ class TrialWatch(BaseCallback):
                 self._gradients[update][name] = _sample(parameter.grad).float() / scale
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         self._batches += 1
         if self._batches >= 2 and self._batches & (self._batches - 1) == 0:

@@ -106,12 +106,7 @@ class StepGate(BaseCallback):
         self._start_block(trainer)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
         self._samples.append(samples_in(batch, default=1) * data_ranks(trainer))

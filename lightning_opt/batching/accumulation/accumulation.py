@@ -307,12 +307,7 @@ class Accumulation(RunCallback):
             collect_gradients(parameters, self._flat).scale_(factor)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Close the window after its optimizer step."""
         if not trainer.fit_loop._should_accumulate():

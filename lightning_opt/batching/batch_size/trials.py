@@ -171,12 +171,7 @@ class TrialCallback(BaseCallback):
         self.meter.sample()
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         wait_for(self.device)
         self.clock.stop()

@@ -176,12 +176,7 @@ class MicroBatching(RunCallback):
         return DDPRanks(model, strategy._timeout)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Log the size if it has changed."""
         size, self._sizes.unlogged = self._sizes.unlogged, None

@@ -194,12 +194,7 @@ class CompileModel(RunCallback):
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Log the values that changed."""
         scalars = self._scalars()

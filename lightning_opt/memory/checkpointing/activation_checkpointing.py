@@ -269,12 +269,7 @@ class ActivationCheckpointing(RunCallback):
         self.step_plan = step_plan
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Log the number of blocks once."""
         if self._is_logged:
