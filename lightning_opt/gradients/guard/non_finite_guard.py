@@ -242,7 +242,7 @@ class NonFiniteGuard(GradientCallback):
         else:
             self._count_step(detection, record)
         self.barriers[index] = detection.barrier
-        if self._buffers is not None:
+        if self._buffers is not None and detection.fault is not False:
             self._buffers.restore_or_save(detection.fault)
         self._controls[index].prepare(detection.skip, state["lr_scale"])
         self._steps += 1

@@ -26,7 +26,7 @@ _form = attrgetter("shape", "dtype", "device")
 
 
 class BufferBackup:
-    """A copy of the model's small buffers as they were after the last good step.
+    """A copy of the model's small buffers as they were before the step's first batch.
 
     A forward pass updates running statistics (BatchNorm, spectral norm) before the fault is
     detected, and one NaN in them makes every later evaluation NaN. Buffers with more than
