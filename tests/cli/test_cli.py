@@ -40,8 +40,6 @@ BARE = [*QUIET, "--trainer.logger=false", "--trainer.enable_checkpointing=false"
 TARGETS = [f"{PROJECT}:Small", "--data", f"{PROJECT}:SmallData"]
 FIT = ["fit", *TARGETS]
 
-pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
-
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
@@ -49,14 +47,11 @@ def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightning-opt"])
     monkeypatch.setattr("sys.path", list(sys.path))
-    modules, before = set(sys.modules), set(os.environ)
+    modules = set(sys.modules)
     yield
     for name in set(sys.modules) - modules:
         if name.startswith(("small_project", "_small_project", "user_")):
             del sys.modules[name]
-    for name in set(os.environ) - before:
-        if name.startswith("PL_"):
-            del os.environ[name]
 
 
 def fails(arguments: list[str], capsys: Any) -> tuple[int, str]:
@@ -165,15 +160,10 @@ def test_presets_lists_and_explains(capsys):
 
 
 def plain_cli(*arguments: str) -> LightningCLI:
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
     return LightningCLI(args=arguments, save_config_callback=None, seed_everything_default=0)
 
 
-@pytest.fixture
-def _quiet_jsonargparse(monkeypatch) -> None:
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-
-
-@pytest.mark.usefixtures("_quiet_jsonargparse")
 def test_exported_preset_runs_under_lightning_cli(capsys, tmp_path):
     assert main(["presets", "ultra", "--yaml", "--trainer.max_epochs=1", *BARE]) == 0
     file = tmp_path / "trainer.yaml"
@@ -191,7 +181,6 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(file, weights_only=True)["state_dict"]
 
 
-@pytest.mark.usefixtures("_quiet_jsonargparse")
 def test_fit_gives_the_same_weights_as_python(tmp_path):
     arguments = ["--preset=basic", "--without=MemoryCleanup", "--model.width=5", *QUIET]
     lo.preset("basic").callbacks()  # whose classes leave short names unambiguous
@@ -203,10 +192,7 @@ def test_fit_gives_the_same_weights_as_python(tmp_path):
     model, data = Small(width=5), SmallData()
     preset = lo.preset("basic", MemoryCleanup=None, precision="64-true", deterministic=True)
     more = {"callbacks": [lo.AdaptiveClipping("zclip")], "max_epochs": 1, "logger": False}
-    try:
-        quiet_trainer(**preset.trainer_kwargs(**more)).fit(model, datamodule=data)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    quiet_trainer(**preset.trainer_kwargs(**more)).fit(model, datamodule=data)
     found = weights_in(tmp_path)
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
@@ -228,7 +214,6 @@ def test_fit_gives_the_same_weights_as_python(tmp_path):
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(content))
     cli = plain_cli("fit", "--config", str(again), "--trainer.logger=false")
-    torch.use_deterministic_algorithms(False)
     assert all(torch.equal(found[name], v) for name, v in cli.model.state_dict().items())
 
 
