@@ -48,9 +48,17 @@ def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
 
 
 @functools.cache
-def train_whole(**settings: Any) -> tuple[Net, Hooks, MemoryLogger]:
+def train_whole(kind: type[Net] = Net, **settings: Any) -> tuple[Net, Hooks, MemoryLogger]:
     """Train on whole batches, once for all tests with the same settings."""
-    return train(**settings)
+    return train(net=kind(), **settings)
+
+
+class Sharp(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(dict(batch), batch_idx)
+
+    def configure_optimizers(self):
+        return SharpnessAware(self.parameters(), lr=0.05)
 
 
 # --- a fixed size -------------------------------------------------------------------------------
@@ -101,15 +109,7 @@ def test_weights_equal_whole_batches_with_a_loss_scale_in_float16():
 
 @pytest.mark.parametrize(("size", "fits"), [(3, 10**9), ("auto", 10**9), ("auto", 5)])
 def test_gradients_are_zeroed_at_each_evaluation_of_the_closure(size, fits):
-    class Sharp(Net):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(dict(batch), batch_idx)
-
-        def configure_optimizers(self):
-            return SharpnessAware(self.parameters(), lr=0.05)
-
-    expected = train(net=Sharp())
-    assert_same_run(train(lo.MicroBatching(size), net=Sharp(fits)), expected)
+    assert_same_run(train(lo.MicroBatching(size), net=Sharp(fits)), train_whole(Sharp))
 
 
 def split_graph(batch: Any, parts: int) -> list[Any]:
@@ -354,8 +354,6 @@ def test_size_grows_back():
 @pytest.mark.filterwarnings("ignore:MicroBatching. each training_step changes len.parts")
 def test_long_samples_do_not_shrink_batches_of_short_ones():
     class Lengths(LinearNet):
-        parts = []
-
         def training_step(self, batch, batch_idx):
             (x,) = batch
             if x.numel() > 64:
@@ -368,6 +366,7 @@ def test_long_samples_do_not_shrink_batches_of_short_ones():
             return DataLoader(batches, batch_size=None)
 
     net, micro = Lengths(1), lo.MicroBatching()
+    net.parts = []  # of the object, so that a failed attempt is rolled back
     quiet_trainer(callbacks=[micro]).fit(net)
     # Length 32 begins with the size of length 16.
     assert net.parts == [(8, 8)] + 2 * [(4, 16)] + [(8, 8)] + 2 * [(4, 16)] + 4 * [(2, 32)] + [
