@@ -32,6 +32,18 @@ class Samples(Dataset[Any]):
         return {"id": index, "x": self.x[index], "y": self.y[index], "name": f"sample {index}"}
 
 
+class LinearNet(LightningModule):
+    """One linear layer, trained by SGD."""
+
+    def __init__(self, inputs: int = 4, outputs: int = 1, lr: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.lr = nn.Linear(inputs, outputs), lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
 def run_out(gradient: Tensor) -> None:
     raise torch.OutOfMemoryError("planted in backward")
 
@@ -52,10 +64,8 @@ class Net(LightningModule):
     ) -> None:
         super().__init__()
         self.fits, self.where = fits, where
-        state = torch.get_rng_state()
         torch.manual_seed(1)
         self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
-        torch.set_rng_state(state)
         self.norm = nn.BatchNorm1d(8) if norm else None
         self.dropout = nn.Dropout(dropout)
         self.error = torchmetrics.MeanSquaredError()

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from lightning_opt.batching.accumulation.counting import count_samples
+from tests.batching.nets import LinearNet
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -22,15 +21,11 @@ pytestmark = [
 CLOSE = {"rtol": 0.0, "atol": 1e-6}
 
 
-class Two(LightningModule):
+class Two(LinearNet):
     """Learns from two loaders at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 1)
-        torch.set_rng_state(state)
         self.shapes: list[tuple[int, ...]] = []
         self.fits = 10**9
 
@@ -41,9 +36,6 @@ class Two(LightningModule):
         if sum(self.shapes[-1]) > self.fits:
             raise torch.OutOfMemoryError("planted")
         return sum(self.layer(x).square().mean() for (x,) in batches)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loaders(kind: type, mode: Any = "max_size_cycle") -> CombinedLoader:
@@ -68,11 +60,6 @@ def test_batch_of_unequal_loaders_runs_whole(kind, size):
     assert_same_weights(nets[1], nets[0], **CLOSE)
     assert (4, 4) in nets[1].shapes
     assert nets[0].shapes == [(8, 8), (8, 3), (8, 8)]
-
-
-def test_samples_of_plain_tensors_are_counted_in_each_loader():
-    assert count_samples([torch.ones(8, 2), torch.ones(3), None], several=True) == 11
-    assert count_samples({"a": torch.ones(8, 2)}, several=True) == 8
 
 
 @pytest.mark.parametrize(

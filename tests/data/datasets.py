@@ -1,11 +1,11 @@
 """Datasets at the top level of a module, so that they can be pickled for workers."""
 
-import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 class Counting(Dataset[Any]):
@@ -49,31 +49,15 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.tensor([float(index)])
 
 
-class FromTorch(Numbers):
-    """Draws from torch's generator, but the items differ too rarely to be noticed."""
+class Noisy(Numbers):
+    """Adds a random number to each item."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        noise = float(torch.rand(()) < 1e-6)
-        return torch.tensor([index + noise])
-
-
-class FromNumpy(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index + np.random.rand()])  # noqa: NPY002
-
-
-class FromPython(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index + random.random()])
-
-
-class FromItsOwn(Numbers):
-    def __init__(self, length: int = 24) -> None:
-        super().__init__(length)
-        self.generator = np.random.default_rng(0)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index + self.generator.random()])
+        return torch.tensor([index + self.draw()])
 
 
 class Lazy(Numbers):
@@ -85,6 +69,34 @@ class Lazy(Numbers):
         if self.handle is None:
             self.handle = object()
         return super().__getitem__(index)
+
+
+class Eager:
+    """A sampler that draws when ``__iter__`` is called."""
+
+    def __init__(self, length: int = 24) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.length).tolist())
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Counted(Eager):
+    """A sampler that counts its iterations."""
+
+    epoch = 0
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return iter(range(self.length))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
 
 
 class Unpicklable(Numbers):

@@ -40,11 +40,7 @@ class Recorded(SmallNet):
     def step(self, batch: Any) -> Tensor:
         inputs, targets = batch
         self.steps += 1
-        return self.loss(self(nn_dropout(inputs)), targets)
-
-
-def nn_dropout(inputs: Tensor) -> Tensor:
-    return torch.nn.functional.dropout(inputs, 0.1)
+        return self.loss(self(torch.nn.functional.dropout(inputs, 0.1)), targets)
 
 
 class Record(Callback):
@@ -53,11 +49,15 @@ class Record(Callback):
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
         self.states: list[Any] = []
-        self.workers: set[int] = set()
+        self.settings: set[LoaderSettings] = set()
+
+    @property
+    def workers(self) -> set[int]:
+        return {settings.workers for settings in self.settings}
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.seen.append(batch[1].flatten().tolist())
-        self.workers.add(trainer.train_dataloader.num_workers)
+        self.settings.add(settings_of(trainer.train_dataloader))
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.states.append(torch.get_rng_state().tolist())
@@ -180,7 +180,7 @@ def tune_with_failures_on_rank_1() -> Any:
         tuner = lo.DataPipelineTuner(max_workers=1, budget_seconds=600.0, verbose=False)
         if failure == "hang" and os.environ["LOCAL_RANK"] == "1":
             tuning.time_loader = lambda *given: time_loader(*given[:-1], 2.0)
-        record = Settings()
+        record = Record()
         trainer = quiet_trainer(
             callbacks=[tuner, record], devices=2, strategy="ddp", use_distributed_sampler=False
         )
@@ -191,13 +191,6 @@ def tune_with_failures_on_rank_1() -> Any:
         settings.append(record.settings)
         assert tuner.chosen is None
     return settings, warnings
-
-
-class Settings(Callback):
-    """Records the loader's settings during training."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.settings = settings_of(trainer.train_dataloader)
 
 
 class Sleepy(Rows):

@@ -1,6 +1,6 @@
 """Trains with every feature under a package of Lightning."""
 
-import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
+from tests.matrix.subjects import find_subjects
 
 
 def net_of(pl: Any) -> Any:
@@ -87,21 +88,12 @@ def features(pl: Any) -> dict[str, dict[str, Any]]:
     class OwnTrainer(pl.Trainer):
         pass
 
-    found: dict[str, dict[str, Any]] = {"nothing": {}}
-    own_settings: dict[str, dict[str, Any]] = {
-        "Accumulation": {"schedule": 2},
-        "AdaptiveClipping": {"rule": "unit_wise"},
-        "CompileModel": {"backend": "eager"},
-        "MicroBatching": {"size": 3},
-        "PerformanceMonitor": {"sample_seconds": 3600.0},  # how many samples depends on the time
-    }
-    for name in lo.__all__:
-        export = getattr(lo, name)
-        if inspect.isclass(export) and issubclass(export, pl.Callback):
-            settings = own_settings.get(name, {})
-            if "every_n_steps" in inspect.signature(export).parameters:
-                settings = {"every_n_steps": 3, **settings}
-            found[name] = {"callbacks": [export(**settings)]}
+    # The last row of each class in the matrix; those with a policy need blocks or images.
+    rows = [one for one in find_subjects() if "policy" not in one.settings]
+    subjects = {one.name: one for one in rows if one.kind != "strategy"}
+    name = "PerformanceMonitor"  # how many samples it takes depends on the time
+    subjects[name] = replace(subjects[name], settings={"sample_seconds": 3600.0})
+    found = {"nothing": {}, **{name: one.trainer_settings() for name, one in subjects.items()}}
     for name in ("basic", "advanced", "ultra"):
         chosen = lo.preset(name)
         found[f"preset {name}"] = chosen.trainer_kwargs(accelerator="cpu", devices=1)
@@ -112,8 +104,6 @@ def features(pl: Any) -> dict[str, dict[str, Any]]:
             "callbacks": [lo.GradientHealth(every_n_steps=3), Counter(), lo.DataMonitor()],
             "kind": OwnTrainer,
         },
-        "DynamicLossScale": {"plugins": [lo.DynamicLossScale(init_scale=256.0)]},
-        "StepProfiler": {"profiler": lo.StepProfiler(print_table=False)},
     }
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import lightning_opt as lo
+from tests.batching.nets import LinearNet
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -34,15 +35,11 @@ class Numbered(Dataset[Any]):
         return index, self.x[index]
 
 
-class Net(LightningModule):
+class Net(LinearNet):
     """Runs out of memory above ``fits`` samples, and records the samples of each epoch."""
 
     def __init__(self, fits: int = 10**9) -> None:
-        super().__init__()
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 1)
-        torch.set_rng_state(state)
+        super().__init__(lr=0.01)
         self.fits = fits
         self.epochs: list[list[list[int]]] = []
         self.steps: list[int] = []
@@ -59,9 +56,6 @@ class Net(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps.append(sum(map(len, self.epochs[-1])))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
     @property
     def samples_per_step(self) -> list[int]:
@@ -132,23 +126,13 @@ def test_every_kind_of_loader_gets_the_size_and_serves_each_sample_once(source):
         assert loader.batch_size == (None if source == "batch sampler" else 5)
 
 
-def test_limits_of_batches_stay_when_one_loader_is_given_again():
-    net = Net()
-    callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=12, scale_lr="sqrt")
-    settings = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 6}
-    quiet_trainer(callbacks=[callback], max_epochs=3, **settings).fit(net, loader_of())
-    assert [[len(batch) for batch in epoch] for epoch in net.epochs] == [[12, 12]] * 3
-
-
 @pytest.mark.parametrize(
     ("accumulate", "keep", "fits", "size"),
     [
         (1, None, 10**9, 6),  # the loader's own size, though 36 would fit
-        (3, None, 10**9, 18),
         (3, None, 10, 9),
         (1, 12, 10**9, 12),
         (1, 12, 5, 4),
-        (1, None, 4, 3),
     ],
 )
 def test_step_keeps_its_samples(accumulate, keep, fits, size):
@@ -226,7 +210,7 @@ def test_schedules_end_with_the_training(limit, rule):
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_limits_in_batches_span_the_same_samples():
+def test_limits_in_batches_span_the_same_samples_in_each_epoch():
     class Validated(Net):
         seen: list[int] = []
 
@@ -234,11 +218,14 @@ def test_limits_in_batches_span_the_same_samples():
             self.seen.append(sum(map(len, self.epochs[-1])))
 
     net, callback = Validated(), lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=20)
-    trainer = quiet_trainer(callbacks=[callback], limit_train_batches=8, val_check_interval=4)
+    settings = {"limit_train_batches": 8, "val_check_interval": 4}
+    trainer = quiet_trainer(
+        callbacks=[callback], max_epochs=2, reload_dataloaders_every_n_epochs=1, **settings
+    )
     trainer.fit(net, loader_of(), loader_of(3, size=3, shuffle=False))
-    assert [len(batch) for batch in net.epochs[0]] == [20, 20]
-    assert net.seen == [20, 40]
-    assert (trainer.limit_train_batches, trainer.val_check_interval) == (8, 4)
+    assert [[len(batch) for batch in epoch] for epoch in net.epochs] == [[20, 20]] * 2
+    assert net.seen == [20, 40] * 2
+    assert {name: getattr(trainer, name) for name in settings} == settings
 
 
 class Planned(Net):

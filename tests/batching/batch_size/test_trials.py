@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lightning_opt as lo
+from lightning_opt.batching.batch_size import search
 from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.measure.memory import MB
@@ -92,10 +93,14 @@ def test_search_has_no_side_effects(tmp_path, request):
 
     model, logger, loader = Callbacks(), MemoryLogger(), loader_of(64)
     callbacks: list[Any] = [Writer(tmp_path), lo.AdaptiveClipping(), lo.GradientHealth()]
-    trainer = quiet_trainer(logger=logger, callbacks=callbacks, enable_model_summary=True)
+    plugin = lo.DynamicLossScale(2.0**40)  # the losses of trials overflow, which lowers the scale
+    trainer = quiet_trainer(
+        logger=logger, callbacks=callbacks, plugins=[plugin], enable_model_summary=True
+    )
     model.first.weight.grad = torch.ones_like(model.first.weight)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    callbacks, states = list(trainer.callbacks), [c.state_dict() for c in trainer.callbacks]
+    callbacks = list(trainer.callbacks)
+    states = [part.state_dict() for part in (*callbacks, plugin)]
     before = (model_footprint(model)["tensors"], torch.get_rng_state(), random.getstate())
     gc.unfreeze()
     request.addfinalizer(gc.freeze)  # as for the other tests
@@ -119,7 +124,7 @@ def test_search_has_no_side_effects(tmp_path, request):
     assert model.first.weight.grad.eq(1).all()
     assert model.calls == 0
     assert trainer.callbacks == callbacks
-    assert [callback.state_dict() for callback in callbacks] == states
+    assert [part.state_dict() for part in (*callbacks, plugin)] == states
     assert logger.records == logger.images == []
     assert list(tmp_path.iterdir()) == []
     assert trainer.fit_loop.state_dict() == loops
@@ -229,7 +234,7 @@ def test_trials_average_weights_and_do_not_retry_batches():
     callbacks = [Average(), lo.MicroBatching("auto")]
     trainer = quiet_trainer(callbacks=callbacks)
     found = lo.find_batch_size(trainer, Lengths(), loader_of(400), budget_mb=10**6)
-    assert found.largest in range(120, 126)  # 125 samples of 8
+    assert found.largest in range(120, 126)  # 125 samples of 8 are 1000 elements
     assert Average.updates
 
 
@@ -250,19 +255,16 @@ class Lengths(Wide):
 
 
 def test_memory_is_measured_on_worst_batch_and_time_on_loader_batches():
-    settings = {"budget_mb": 10**6}
-    found = lo.find_batch_size(quiet_trainer(), Lengths(), loader_of(400), **settings)
-    assert found.largest in range(120, 126)  # 125 samples of 8
     Lengths.shapes.clear()
     frozen = gc.get_freeze_count()
-    found = lo.find_batch_size(
-        quiet_trainer(), Lengths(), loader_of(400), None, "fastest", worst_batch=longest, **settings
-    )
+    settings = {"mode": "fastest", "worst_batch": longest, "budget_mb": 10**6}
+    found = lo.find_batch_size(quiet_trainer(), Lengths(), loader_of(400), **settings)
     assert found.largest in range(24, 26)  # 25 samples of 40
     lengths = [shape[1] for shape in Lengths.shapes]
     assert lengths == sorted(lengths, reverse=True)
     assert set(lengths) == {40, 8}
-    assert gc.get_freeze_count() == frozen
+    # Nothing is frozen or unfrozen. Some frozen objects are freed, since other tests left them.
+    assert 0 < gc.get_freeze_count() <= frozen
 
 
 def test_another_error_than_out_of_memory_is_raised():
@@ -340,13 +342,14 @@ def test_largest_size_fits_and_a_larger_one_does_not():
 
 def find_if_one_rank_runs_out() -> dict[str, Any]:
     """Search while only rank 1 runs out of memory, at different points of a step."""
+    search.FINALISTS_BY_ROUND = (3,)
     results = {}
     for where in ("forward", "backward", "update", "fastest", "guarded"):
 
         class Unequal(Wide):
             def training_step(self, batch: Any, batch_idx: int, where: str = where) -> Tensor:
                 loss = super().training_step(batch, batch_idx)
-                if self.global_rank == 1 and len(batch[0]) > 50:
+                if self.global_rank == 1 and len(batch[0]) > 10:
                     if where in ("forward", "guarded"):
                         raise torch.OutOfMemoryError("planted")
                     if where == "backward":
@@ -355,7 +358,7 @@ def find_if_one_rank_runs_out() -> dict[str, Any]:
                 return loss
 
             def on_before_optimizer_step(self, optimizer: Any, where: str = where) -> None:
-                if where == "update" and self.global_rank == 1 and self.rows > 50:
+                if where == "update" and self.global_rank == 1 and self.rows > 10:
                     raise torch.OutOfMemoryError("planted")
 
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -365,9 +368,9 @@ def find_if_one_rank_runs_out() -> dict[str, Any]:
         trainer = quiet_trainer(
             devices=2, strategy="ddp", use_distributed_sampler=True, callbacks=callbacks
         )
-        fastest = {"mode": "fastest", "max_size": 4} if where == "fastest" else {}
+        mode, most = ("fastest", 4) if where == "fastest" else ("largest", 12)
         results[where] = lo.find_batch_size(
-            trainer, Unequal(), loader_of(400), budget_mb=10**6, **fastest
+            trainer, Unequal(), loader_of(400), mode=mode, max_size=most, budget_mb=10**6
         )
     callback = lo.DynamicBatchSize(budget_mb=10**6, max_size=60, scale_lr="linear")
     model = Wide()
@@ -384,7 +387,7 @@ def test_ranks_find_the_same_size_if_one_runs_out_of_memory():
     first, second = launch(find_if_one_rank_runs_out)
     assert first == second  # also the memory and the speed of each trial
     for where in ("forward", "backward", "update", "guarded"):
-        assert 8 <= first[where].largest <= 50
+        assert first[where].largest == 10
     assert 2 <= first["fastest"].fastest <= 4
     assert first["trained"] == (60, 4)
 
@@ -403,11 +406,3 @@ def test_incompatible_settings_raise():
     trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=1.0)])
     with pytest.raises(MemoryError, match="Not even a batch of one sample"):
         trainer.fit(model, loader_of(64))
-
-
-def test_loss_scale_is_restored():
-    """The losses of trials overflow, which lowers the scale."""
-    plugin = lo.DynamicLossScale(2.0**40)
-    before = plugin.state_dict()
-    lo.find_batch_size(quiet_trainer(plugins=[plugin]), Wide(), loader_of(64), budget_mb=10**6)
-    assert plugin.state_dict() == before

@@ -1,12 +1,12 @@
 """Compares micro-batches with whole batches, in one process."""
 
+import functools
 import gc
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from torch import nn
+from lightning.pytorch import Callback
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
@@ -14,7 +14,7 @@ import lightning_opt as lo
 from lightning_opt.batching.micro_batching import batch_runner
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine
 from lightning_opt.batching.split_check import SplitCheck
-from tests.batching.nets import Hooks, Net, Samples, SharpnessAware, train
+from tests.batching.nets import Hooks, LinearNet, Net, Samples, SharpnessAware, train
 from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -47,25 +47,42 @@ def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
         assert (step, metrics) == (other_step, pytest.approx(others, rel=rounding, abs=rounding))
 
 
+@functools.cache
+def train_whole(kind: type[Net] = Net, **settings: Any) -> tuple[Net, Hooks, MemoryLogger]:
+    """Train on whole batches, once for all tests with the same settings."""
+    return train(net=kind(), **settings)
+
+
+class Sharp(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(dict(batch), batch_idx)
+
+    def configure_optimizers(self):
+        return SharpnessAware(self.parameters(), lr=0.05)
+
+
 # --- a fixed size -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("size", [1, 7, 16])
-def test_run_equals_training_on_whole_batches(size, accumulate):
-    expected = train(accumulate_grad_batches=accumulate)
-    assert_same_run(train(lo.MicroBatching(size), accumulate_grad_batches=accumulate), expected)
+def test_windows_equal_training_on_whole_batches(size):
+    settings = {"accumulate_grad_batches": 3}
+    assert_same_run(train(lo.MicroBatching(size), **settings), train_whole(**settings))
 
 
-@pytest.mark.parametrize(("precision", "rounding"), [("32-true", 1e-6), ("bf16-mixed", 5e-3)])
-def test_weights_equal_whole_batches_after_fifty_steps(precision, rounding):
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_run_equals_whole_batches_after_fifty_steps(size):
+    settings = {"max_epochs": 10, "gradient_clip_val": 0.5}
+    run = train(lo.MicroBatching(size), **settings)
+    assert_same_run(run, train_whole(**settings))
+    assert run[1].called.count("step") == 50
+
+
+def test_weights_equal_whole_batches_in_bfloat16():
+    settings = {"max_epochs": 10, "gradient_clip_val": 0.5, "precision": "bf16-mixed"}
+    net, *_ = train(lo.MicroBatching(3), **settings)
     # bf16 has 8 bits, and sums over micro-batches are rounded differently.
-    settings = {"max_epochs": 10, "gradient_clip_val": 0.5, "precision": precision}
-    expected = train(**settings)
-    assert sum(call == "step" for call in expected[1].called) == 50
-    for size in (1, 3, 7):
-        run = train(lo.MicroBatching(size), **settings)
-        assert_same_weights(run[0].layers, expected[0].layers, rtol=0.0, atol=rounding)
+    assert_same_weights(net.layers, train(**settings)[0].layers, rtol=0.0, atol=5e-3)
 
 
 def run_in_float16(init_scale: float, *callbacks: Callback) -> tuple[Net, Hooks, float]:
@@ -92,15 +109,7 @@ def test_weights_equal_whole_batches_with_a_loss_scale_in_float16():
 
 @pytest.mark.parametrize(("size", "fits"), [(3, 10**9), ("auto", 10**9), ("auto", 5)])
 def test_gradients_are_zeroed_at_each_evaluation_of_the_closure(size, fits):
-    class Sharp(Net):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(dict(batch), batch_idx)
-
-        def configure_optimizers(self):
-            return SharpnessAware(self.parameters(), lr=0.05)
-
-    expected = train(net=Sharp())
-    assert_same_run(train(lo.MicroBatching(size), net=Sharp(fits)), expected)
+    assert_same_run(train(lo.MicroBatching(size), net=Sharp(fits)), train_whole(Sharp))
 
 
 def split_graph(batch: Any, parts: int) -> list[Any]:
@@ -115,17 +124,9 @@ class Graph:
         self.rows = rows
 
 
-class GraphNet(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 1)
-
+class GraphNet(LinearNet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.layer(batch.rows).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
         rows = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
@@ -201,9 +202,8 @@ def test_split_check_has_no_side_effects(monkeypatch, random):
 )
 def test_run_with_rollbacks_equals_training_on_whole_batches(where, fits, accumulate):
     settings = {"accumulate_grad_batches": accumulate}
-    net = Net(fits, where)
-    run = train(lo.MicroBatching("auto"), net=net, **settings)
-    assert_same_run(run, train(**settings))
+    run = train(lo.MicroBatching("auto"), net=Net(fits, where), **settings)
+    assert_same_run(run, train_whole(**settings))
 
 
 @pytest.mark.filterwarnings("ignore:MicroBatching. BatchNorm")
@@ -257,7 +257,9 @@ def test_one_sample_that_does_not_fit_raises_memory_error():
     assert logger.series("micro_batching/size") == []  # it changed in the run that failed
 
 
-def test_other_errors_and_fixed_sizes_are_not_retried():
+def test_other_errors_and_fixed_sizes_are_not_retried_and_lbfgs_raises():
+    with pytest.raises(ValueError, match="LBFGS"):
+        quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet("LBFGS"))
     with pytest.raises(ArithmeticError, match="planted"):
         quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet(fail_at=2))
     with pytest.raises(RuntimeError, match="planted"):
@@ -351,12 +353,7 @@ def test_size_grows_back():
 
 @pytest.mark.filterwarnings("ignore:MicroBatching. each training_step changes len.parts")
 def test_long_samples_do_not_shrink_batches_of_short_ones():
-    class Lengths(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(1, 1)
-            self.parts = []
-
+    class Lengths(LinearNet):
         def training_step(self, batch, batch_idx):
             (x,) = batch
             if x.numel() > 64:
@@ -364,14 +361,12 @@ def test_long_samples_do_not_shrink_batches_of_short_ones():
             self.parts.append(tuple(x.shape[:2]))
             return self.layer(x).square().mean()
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
         def train_dataloader(self):
             batches = [[torch.randn(8, length, 1)] for length in (8, 16, 8, 16, 32, 8)]
             return DataLoader(batches, batch_size=None)
 
-    net, micro = Lengths(), lo.MicroBatching()
+    net, micro = Lengths(1), lo.MicroBatching()
+    net.parts = []  # of the object, so that a failed attempt is rolled back
     quiet_trainer(callbacks=[micro]).fit(net)
     # Length 32 begins with the size of length 16.
     assert net.parts == [(8, 8)] + 2 * [(4, 16)] + [(8, 8)] + 2 * [(4, 16)] + 4 * [(2, 32)] + [
@@ -401,14 +396,6 @@ def test_learned_sizes_are_logged_reported_and_resumed(tmp_path):
     for callback in (first, fresh):
         quiet_trainer(callbacks=[callback]).fit(Net(), DataLoader(Samples(64), batch_size=16))
     assert first.state_dict() == fresh.state_dict()  # what it learned was of another model
-
-
-# --- errors -----------------------------------------------------------------------------------
-
-
-def test_lbfgs_raises():
-    with pytest.raises(ValueError, match="LBFGS"):
-        quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet("LBFGS"))
 
 
 def test_parts_without_tokens_count_equally():

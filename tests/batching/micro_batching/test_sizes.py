@@ -40,10 +40,8 @@ class Wide(LightningModule):
     def __init__(self, counts: list[tuple[int, int]], failing: int = -1) -> None:
         super().__init__()
         self.counts, self.failing = counts, failing
-        state = torch.get_rng_state()
         torch.manual_seed(1)
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
-        torch.set_rng_state(state)
         self.ran: list[tuple[int, int]] = []  # batch and samples
 
     def configure_model(self) -> None:

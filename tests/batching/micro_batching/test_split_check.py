@@ -2,22 +2,24 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from tests.batching.nets import LinearNet
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
-class Lengths(LightningModule):
+class Lengths(LinearNet):
     """A loss over tokens. From some batch on, samples have different numbers of them.
 
     Args:
@@ -26,11 +28,7 @@ class Lengths(LightningModule):
     """
 
     def __init__(self, kind: str = "tokens", padded: int = 0) -> None:
-        super().__init__()
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 1)
-        torch.set_rng_state(state)
+        super().__init__(lr=0.01)
         self.kind, self.padded = kind, padded
         self.share = 1.0
 
@@ -44,9 +42,6 @@ class Lengths(LightningModule):
             loss = losses.sum() / (mask.sum() if self.kind == "tokens" else 1)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(1)
@@ -97,6 +92,18 @@ def test_difference_on_another_rank_warns_on_the_first():
     assert launch(warned_with_padding_on_rank_1)[0]
 
 
+def assert_same_run(
+    make: Callable[[], LightningModule], micro: Callback, keys: list[str], **close: float
+) -> None:
+    """Compare weights and logged series with and without micro-batches."""
+    nets, loggers = [make(), make()], [MemoryLogger(), MemoryLogger()]
+    for net, logger, callbacks in zip(nets, loggers, ([], [micro]), strict=True):
+        quiet_trainer(callbacks=callbacks, logger=logger).fit(net)
+    assert_same_weights(nets[1], nets[0], rtol=0.0, atol=1e-6)
+    for key in keys:
+        assert loggers[1].series(key) == pytest.approx(loggers[0].series(key), **close)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -104,34 +111,19 @@ def test_difference_on_another_rank_warns_on_the_first():
         ("sum", {"loss": "sum"}),
     ],
 )
-@pytest.mark.parametrize("size", [1, 3])
-def test_each_loss_is_exact_if_named(kind, settings, size):
-    nets, logs = [Lengths(kind), Lengths(kind)], []
-    for net, callbacks in zip(nets, ([], [lo.MicroBatching(size, **settings)]), strict=True):
-        logger = MemoryLogger()
-        quiet_trainer(callbacks=callbacks, logger=logger).fit(net)
-        logs.append(logger)
-    assert_same_weights(nets[1], nets[0], rtol=0.0, atol=1e-6)
-    for key in ("loss_step", "share_step"):
-        assert logs[1].series(key) == pytest.approx(logs[0].series(key), rel=1e-5, abs=1e-7)
+def test_each_loss_is_exact_if_named(kind, settings):
+    keys, close = ["loss_step", "share_step"], {"rel": 1e-5, "abs": 1e-7}
+    assert_same_run(lambda: Lengths(kind), lo.MicroBatching(3, **settings), keys, **close)
 
 
-class Labels(LightningModule):
+class Labels(LinearNet):
     """A mean over labels, of which only the first samples of each batch have any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores = self.layer(batch["x"]).flatten(0, 1)
         loss = nn.functional.cross_entropy(scores, batch["labels"].flatten())
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(1)
@@ -148,12 +140,8 @@ def test_parts_without_tokens_weigh_nothing(kind):
     def count(batch: Any) -> Any:
         return kind((batch["labels"] != -100).sum())
 
-    nets, loggers = [Labels(), Labels()], [MemoryLogger(), MemoryLogger()]
     micro = lo.MicroBatching(3, loss="mean_over_tokens", count=count)
-    for net, logger, callbacks in zip(nets, loggers, ([], [micro]), strict=True):
-        quiet_trainer(callbacks=callbacks, logger=logger).fit(net)
-    assert_same_weights(nets[1], nets[0], rtol=0.0, atol=1e-6)
-    assert loggers[1].series("loss") == pytest.approx(loggers[0].series("loss"))
+    assert_same_run(lambda: Labels(4, 3), micro, ["loss"])
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
 )
@@ -20,33 +19,7 @@ from lightning_opt.data.pipeline.loaders import (
     reason_to_skip,
     settings_of,
 )
-from tests.data.datasets import Numbers
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
-class Eager:
-    """Draws when ``__iter__`` is called."""
-
-    def __init__(self, length=24):
-        self.length = length
-
-    def __iter__(self):
-        return iter(torch.randperm(self.length).tolist())
-
-    def __len__(self):
-        return self.length
-
-
-class Counted(Eager):
-    epoch = 0
-
-    def __iter__(self):
-        self.epoch += 1
-        return iter(range(self.length))
+from tests.data.datasets import Counted, Eager, Numbers, Stream
 
 
 class DrawsPerBatch(Eager):
