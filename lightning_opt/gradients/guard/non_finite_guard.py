@@ -176,7 +176,7 @@ class NonFiniteGuard(GradientCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the parameters and patch the optimizers' ``step``."""
         super().on_fit_start(trainer, pl_module)
-        self._patch_optimizers(trainer)
+        self._patch_optimizers(trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Back up the loaded buffers, and take a snapshot or check the weights."""
@@ -192,7 +192,7 @@ class NonFiniteGuard(GradientCallback):
         """Record the batch's index, and what changed between two batches."""
         self._batch_idx = batch_idx
         if [control.optimizer for control in self._controls] != trainer.optimizers:
-            self._patch_optimizers(trainer)
+            self._patch_optimizers(trainer.optimizers)
             if self.escalation.policy == "rollback":
                 self._respond(trainer, pl_module)
         if self._buffers is not None and not self._losses:
@@ -279,10 +279,10 @@ class NonFiniteGuard(GradientCallback):
         if self._faults:
             self._respond(trainer, pl_module)
 
-    def _patch_optimizers(self, trainer: pl.Trainer) -> None:
+    def _patch_optimizers(self, optimizers: list[Optimizer]) -> None:
         for control in self._controls:
             control.release()
-        self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
+        self._controls = [UpdateControl(optimizer) for optimizer in optimizers]
 
     def _count_step(self, detection: Detection, record: StepRecord) -> None:
         """Count a step. Its detection must be on the host. The record of a fault is kept."""
@@ -381,9 +381,7 @@ class NonFiniteGuard(GradientCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Undo all changes to the optimizers and drop references to the model."""
         super().release(trainer)
-        for control in self._controls:
-            control.release()
-        self._controls = []
+        self._patch_optimizers([])
         self._reset_run(None)
 
     def state_dict(self) -> dict[str, Any]:
