@@ -34,29 +34,36 @@ def stack(count: int, *args: int) -> nn.ModuleList:
     return nn.ModuleList(Layer(*args) for _ in range(count))
 
 
-FOUND = {
-    "different widths": (
-        Attributes(p=Layer(4), q=nn.MaxPool1d(2), r=Layer(8), s=Layer(16)),
-        ["p", "r", "s"],
-    ),
-    "stages": (
-        nn.Sequential(nn.Sequential(*stack(2)), nn.Sequential(*stack(3, 8))),
-        ["0.0", "0.1", "1.0", "1.1", "1.2"],
-    ),
-    "encoder and decoder": (
-        Attributes(one=Attributes(layers=stack(2)), two=Attributes(layers=stack(2))),
-        ["one.layers.0", "one.layers.1", "two.layers.0", "two.layers.1"],
-    ),
-    "heads are no blocks": (stack(3, 4, 3), ["0", "1", "2"]),
-    "experts are no blocks": (stack(3, 4, 0, 3), ["0", "1", "2"]),
-    "first with an extra part": (nn.ModuleList([Layer(4, 2), *stack(2)]), ["0", "1", "2"]),
-    "one shared module": (nn.ModuleList([Layer()] * 4), ["0"]),
-}
+def test_blocks_of_different_width() -> None:
+    model = Attributes(p=Layer(4), q=nn.MaxPool1d(2), r=Layer(8), s=Layer(16))
+    assert names(model) == ["p", "r", "s"]
 
 
-@pytest.mark.parametrize(("model", "expected"), FOUND.values(), ids=list(FOUND))
-def test_repeated_structures_are_blocks(model: nn.Module, expected: list[str]) -> None:
-    assert names(model) == expected
+def test_stages_are_split_into_their_blocks() -> None:
+    stages = nn.Sequential(
+        *(nn.Sequential(*(Layer(width) for _ in range(n))) for width, n in ((4, 2), (8, 3)))
+    )
+    assert names(stages) == ["0.0", "0.1", "1.0", "1.1", "1.2"]
+
+
+def test_encoder_and_decoder_are_split_into_layers() -> None:
+    model = Attributes(one=Attributes(layers=stack(3)), two=Attributes(layers=stack(3)))
+    assert names(model) == [f"{side}.layers.{i}" for side in ("one", "two") for i in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["heads", "experts"])
+def test_heads_and_experts_are_no_blocks(kind: str) -> None:
+    model = nn.ModuleList(Layer(4, **{kind: 3}) for _ in range(5))
+    assert names(model) == ["0", "1", "2", "3", "4"]
+
+
+def test_first_layer_with_an_extra_part_is_a_block() -> None:
+    model = Attributes(layers=nn.ModuleList([Layer(4, 2), *stack(3)]))
+    assert names(model) == [f"layers.{i}" for i in range(4)]
+
+
+def test_shared_module_is_one_block() -> None:
+    assert names(nn.ModuleList([Layer()] * 4)) == ["0"]
 
 
 def test_repeated_plain_layers_of_a_sequential_are_blocks() -> None:

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
@@ -180,50 +179,43 @@ def test_limits_are_read_only_on_schedule(monkeypatch):
 # --- several ranks ------------------------------------------------------------------------------
 
 
-def clean_on_two_ranks() -> list[tuple[list[int], list[bool], float]]:
-    """Return steps, success and the final fraction; read at once, and one schedule later."""
-    rank, found = int(os.environ["RANK"]), []
+def clean_on_two_ranks(delayed: bool) -> tuple[list[int], list[bool], float]:
     gc.collect()
     gc.freeze()
     gc.disable()
-    for at_once in (True, False):
-        gc.collect()
-        base = malloc_info().used
-        read = lambda self, base=base: [Usage("heap", malloc_info().used - base, 200 * MB)]  # noqa: E731
-        with (
-            mock.patch.object(cleanup_module, "reads_are_free", lambda device, now=at_once: now),
-            mock.patch.object(MemoryLimits, "read", read),
-        ):
-            cleanup, logger = lo.MemoryCleanup(every_n_steps=5), MemoryLogger()
-            trainer = quiet_trainer(
-                callbacks=[Ballast(garbage=15 if rank else 0.1), cleanup],
-                strategy="ddp",
-                devices=2,
-                limit_val_batches=0,
-                logger=logger,
-            )
-            trainer.fit(SmallNet(), train_dataloaders=loader_of(30))
-            steps = [event["step"] for event in cleanup.events]
-            useful = [event["useful"] for event in cleanup.events]
-            MemoryLimits.read = lambda self: [Usage("heap", 20 * (1 + rank) * MB, 100 * MB)]
-            trainer.fit_loop.epoch_progress.reset()
-            trainer.fit(SmallNet(), train_dataloaders=loader_of(30))
-        used = trainer.callback_metrics["memory/used_fraction"].item()
-        found.append((steps, useful, used))
-    return found
+    if delayed:
+        cleanup_module.reads_are_free = lambda device: False
+    rank, base = int(os.environ["RANK"]), malloc_info().used
+    MemoryLimits.read = lambda self: [Usage("heap", malloc_info().used - base, 200 * MB)]
+    cleanup, logger = lo.MemoryCleanup(every_n_steps=5), MemoryLogger()
+    trainer = quiet_trainer(
+        callbacks=[Ballast(garbage=15 if rank else 0.1), cleanup],
+        strategy="ddp",
+        devices=2,
+        limit_val_batches=0,
+        logger=logger,
+    )
+    trainer.fit(SmallNet(), train_dataloaders=loader_of(30))
+    steps = [event["step"] for event in cleanup.events]
+    useful = [event["useful"] for event in cleanup.events]
+    MemoryLimits.read = lambda self: [Usage("heap", 20 * (1 + rank) * MB, 100 * MB)]
+    trainer.fit_loop.epoch_progress.reset()
+    trainer.fit(SmallNet(), train_dataloaders=loader_of(30))
+    return steps, useful, trainer.callback_metrics["memory/used_fraction"].item()
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("delayed", [False, True])
 @needs_heap
-def test_all_ranks_clean_when_one_needs_it():
-    first, second = launch(clean_on_two_ranks)
+def test_all_ranks_clean_when_one_needs_it(delayed):
+    (steps, useful, used), (other_steps, other_useful, other_used) = launch(
+        clean_on_two_ranks, delayed
+    )
     # 15 MB per step on one rank exceed 160 MB at step 11, read at 15; the delayed result at 20.
-    for expected, mine, other in zip(([15, 30], [20]), first, second, strict=True):
-        (steps, useful, used), (other_steps, other_useful, other_used) = mine, other
-        assert steps == other_steps == expected
-        assert other_useful == [True] * len(steps)
-        assert useful == [False] * len(steps)
-        assert used == other_used == pytest.approx(0.4)  # of rank 1
+    assert steps == other_steps == ([20] if delayed else [15, 30])
+    assert other_useful == [True] * len(steps)
+    assert useful == [False] * len(steps)
+    assert used == other_used == pytest.approx(0.4)  # of rank 1
 
 
 # --- a limited address space --------------------------------------------------------------------
@@ -237,8 +229,8 @@ class Episodes(SmallNet):
         return super().training_step(batch, batch_idx)
 
 
-def train_under_a_limit() -> list[tuple[int, str, int]]:
-    """Return steps, the error or "completed", and cleanups: without the callback, and with it."""
+def train_under_a_limit(with_cleanup: bool) -> tuple[int, str, int]:
+    """Return the number of steps, the error or "completed", and the number of cleanups."""
     import resource
 
     model = Episodes()
@@ -249,23 +241,21 @@ def train_under_a_limit() -> list[tuple[int, str, int]]:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     assert address_space().total == limit
     cleanup = lo.MemoryCleanup(threshold=1 - 150 * MB / limit, release=1 - 300 * MB / limit)
-    found = []
-    for callbacks in ([], [cleanup]):
-        gc.collect()
-        trainer, end = quiet_trainer(callbacks=callbacks, limit_val_batches=0), "completed"
-        try:
-            trainer.fit(model, train_dataloaders=loader_of(300))
-        except (RuntimeError, MemoryError) as error:
-            end = str(error)
-        found.append((trainer.global_step, end, len(cleanup.events)))
-    return found
+    callbacks = [cleanup] if with_cleanup else []
+    trainer = quiet_trainer(callbacks=callbacks, limit_val_batches=0)
+    try:
+        trainer.fit(model, train_dataloaders=loader_of(300))
+    except (RuntimeError, MemoryError) as error:
+        return trainer.global_step, str(error), len(cleanup.events)
+    return trainer.global_step, "completed", len(cleanup.events)
 
 
 @pytest.mark.distributed
 @needs_heap
 def test_run_with_cyclic_garbage_completes_only_with_cleanup():
-    ((without, cleaned),) = launch(train_under_a_limit, processes=1)
-    assert without[0] < 300
-    assert "allocate memory" in without[1]
-    assert cleaned[:2] == (300, "completed")
-    assert cleaned[2] >= 3
+    ((steps, end, _),) = launch(train_under_a_limit, False, processes=1)
+    assert steps < 300
+    assert "allocate memory" in end
+    ((steps, end, cleanups),) = launch(train_under_a_limit, True, processes=1)
+    assert (steps, end) == (300, "completed")
+    assert cleanups >= 3

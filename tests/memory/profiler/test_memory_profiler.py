@@ -318,7 +318,6 @@ def run_out_under_a_limit(folder: str) -> tuple[str, list[str]]:
     """Exceed a memory limit in the backward pass."""
     import resource
 
-    torch.set_num_threads(1)
     model = Wide()
     profile(model)
     limit = psutil.Process().memory_info().vms + 160 * MB  # backward needs 256 MB
