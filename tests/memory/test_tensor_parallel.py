@@ -110,7 +110,7 @@ class Net(LightningModule):
         return DataLoader(data, batch_size=4)
 
 
-def fit(kind: str, callback: Any, **settings: Any) -> dict[str, Tensor]:
+def fit(kind: str, *callbacks: Any, **settings: Any) -> dict[str, Tensor]:
     """Return the weights after an epoch."""
     if kind != "one":
         groups = 2 if kind == "2d" else 1
@@ -118,45 +118,42 @@ def fit(kind: str, callback: Any, **settings: Any) -> dict[str, Tensor]:
         settings |= {"strategy": strategy, "devices": 2 * groups}
     torch.manual_seed(0)
     model = Net(kind)
-    callbacks = [] if callback is None else [callback]
-    quiet_trainer(callbacks=callbacks, limit_val_batches=0, **settings).fit(model)
+    quiet_trainer(callbacks=[*callbacks], limit_val_batches=0, **settings).fit(model)
     return weights_of(model)
 
 
-def fit_with_each(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def fit_with_each(*kinds: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the weights of each run, and the figures of the callbacks."""
-    auto = lo.ActivationCheckpointing("auto", budget=0.7, strict=False)
-    profiler = lo.MemoryProfiler(every_n_steps=2, modules=True)
-    cleanup = lo.MemoryCleanup(every_n_steps=1, threshold=0.002, release=0.001)
-    callbacks = {
-        "auto": auto,
-        "every_layer": lo.ActivationCheckpointing("every_layer"),
-        "selective": lo.ActivationCheckpointing("selective"),
-        "sqrt": lo.ActivationCheckpointing("sqrt"),
-        "profiler": profiler,
-        "cleanup": cleanup,
-        "leaks": lo.LeakDetector(every_n_steps=1, warmup_steps=0),
-    }
-    weights = {name: fit(kind, callback) for name, callback in callbacks.items()}
-    assert auto.plan
-    assert cleanup.events
-    return weights, {
-        "recomputed": [unit.internal_bytes for unit in auto.step_plan.profile.units],
-        "saved": {row["module"]: row["saved MB"] for row in profiler.module_report(None).rows},
-    }
+    results = []
+    for kind in kinds:
+        auto = lo.ActivationCheckpointing("auto", budget=0.7, strict=False)
+        profiler = lo.MemoryProfiler(every_n_steps=2, modules=True)
+        cleanup = lo.MemoryCleanup(every_n_steps=1, threshold=0.002, release=0.001)
+        leaks = lo.LeakDetector(every_n_steps=1, warmup_steps=0)
+        weights = {"auto": fit(kind, auto), "others": fit(kind, profiler, cleanup, leaks)}
+        for policy in ("every_layer", "selective", "sqrt"):
+            weights[policy] = fit(kind, lo.ActivationCheckpointing(policy))
+        assert auto.plan
+        assert cleanup.events
+        saved = {row["module"]: row["saved MB"] for row in profiler.module_report(None).rows}
+        recomputed = [unit.internal_bytes for unit in auto.step_plan.profile.units]
+        results.append((weights, {"recomputed": recomputed, "saved": saved}))
+    return results
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("tensor", 2), ("sequence", 2), ("2d", 4)])
-def test_weights_and_memory_agree_with_one_process(kind: str, processes: int) -> None:
-    expected, (_, one) = fit("one", None), fit_with_each("one")
-    for weights, found in launch(fit_with_each, kind, processes=processes):
-        for name, actual in weights.items():
-            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=name)
-        if kind != "sequence":
-            # A rank has half of what is between `up` and `down`, in the 2D mesh of half the batch.
-            part = found["saved"]["layers.0.down"] / one["saved"]["layers.0.down"]
-            assert part == (1 / 2 if kind == "tensor" else 1 / 4)
-        if kind == "tensor":
-            # Gloo may hold some outputs of layers longer, which are small beside the hidden state.
-            for mine, whole in zip(found["recomputed"], one["recomputed"], strict=True):
-                assert 0.4 * whole <= mine <= 0.75 * whole
+@pytest.mark.parametrize(("kinds", "processes"), [(("tensor", "sequence"), 2), (("2d",), 4)])
+def test_weights_and_memory_agree_with_one_process(kinds: tuple[str, ...], processes: int) -> None:
+    expected, [(_, one)] = fit("one"), fit_with_each("one")
+    for rank in launch(fit_with_each, *kinds, processes=processes):
+        for kind, (weights, found) in zip(kinds, rank, strict=True):
+            for name, actual in weights.items():
+                message = f"{name}, {kind}"
+                torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=message)
+            if kind != "sequence":
+                # Each rank has half of the hidden features, in the 2D mesh of half the batch.
+                part = found["saved"]["layers.0.down"] / one["saved"]["layers.0.down"]
+                assert part == (1 / 2 if kind == "tensor" else 1 / 4)
+            if kind == "tensor":
+                # Gloo may hold some outputs of layers longer; they are small.
+                for mine, whole in zip(found["recomputed"], one["recomputed"], strict=True):
+                    assert 0.4 * whole <= mine <= 0.75 * whole

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from tests.helpers.processes import launch
@@ -47,56 +47,53 @@ class Sharded(Split):
         fully_shard(self, mesh=mesh)
 
 
-def ddp() -> dict[str, Any]:
-    return {"strategy": DDPStrategy(process_group_backend="gloo"), **SHORT}
-
-
-def fsdp2() -> dict[str, Any]:
-    return {"strategy": ModelParallelStrategy(2, 1), **SHORT}
-
-
 def under_ddp() -> list[Any]:
-    expected = train(model=Split(), **ddp())
+    settings = {"strategy": "ddp", **SHORT}
+    expected = train(model=Split(), **settings)
     found = []
     for scope in ("model", "regions"):
         callback = CompileModel(backend="aot_eager", scope=scope)
-        assert_same(train(callback, model=Split(), **ddp()), expected)
+        assert_same(train(callback, model=Split(), **settings), expected)
         found.append({row["mode"] for row in callback.report().rows})
         assert torch._dynamo.config.optimize_ddp
     for backend in (fails, fails_in_backward):
         callback = CompileModel(backend=on_rank_0(backend))
-        actual, messages = messages_of(lambda c=callback: train(c, model=Split(), **ddp()))
+        actual, messages = messages_of(lambda c=callback: train(c, model=Split(), **settings))
         assert_same(actual, expected)
         found.append((messages, {row["region"]: row["mode"] for row in callback.report().rows}))
     return found
 
 
-def test_ddp_is_identical_also_if_compilation_fails_on_one_rank() -> None:
-    first, second = launch(under_ddp)
+def under_fsdp2() -> list[Any]:
+    def run(*callbacks: CompileModel) -> Any:
+        return train(*callbacks, model=Sharded(), strategy=ModelParallelStrategy(2, 1), **SHORT)
+
+    expected, found = run(), []
+    for scope, backend in (("regions", "aot_eager"), ("model", "aot_eager"), ("regions", fails)):
+        callback = CompileModel(backend=backend, scope=scope)
+        actual, messages = messages_of(lambda c=callback: run(c))
+        assert_same(actual, expected)
+        found.append((messages, callback.report().rows))
+    return found
+
+
+def under_both() -> tuple[list[Any], list[Any]]:
+    replicated = under_ddp()
+    torch._dynamo.reset()
+    return replicated, under_fsdp2()
+
+
+def test_training_is_identical_also_if_compilation_fails() -> None:
+    (first, *sharded), (second, *others) = launch(under_both)
     assert first[:2] == second[:2] == [{"default"}, {"default"}]
-    for (mine, modes), (theirs, others) in zip(first[2:], second[2:], strict=True):
+    for (mine, modes), (theirs, other_modes) in zip(first[2:], second[2:], strict=True):
         assert len(mine) == 1
         assert "on rank 0" in mine[0]
         assert theirs == []
         assert modes["forward"] == "eager"
-        assert others["forward"] == "default"
-
-
-def under_fsdp2() -> list[Any]:
-    expected = train(model=Sharded(), **fsdp2())
-    found = []
-    for scope, backend in (("regions", "aot_eager"), ("model", "aot_eager"), ("regions", fails)):
-        callback = CompileModel(backend=backend, scope=scope)
-        run = messages_of(lambda c=callback: train(c, model=Sharded(), **fsdp2()))
-        assert_same(run[0], expected)
-        found.append((len(run[1]), run[1], callback.report().rows))
-    return found
-
-
-def test_fsdp2_is_identical_with_and_without_failures() -> None:
-    for regions, whole, failing in launch(under_fsdp2):
-        [row] = regions[2]
-        assert regions[0] == 0, regions[1]
+        assert other_modes["forward"] == "default"
+    for regions, whole, failing in (*sharded, *others):
+        messages, [row] = regions
+        assert messages == whole[0] == []
         assert (row["modules"], row["graphs"], row["graph breaks"]) == (2, 2, 0)
-        assert whole[0] == 0, whole[1]
-        assert failing[0] == 1
+        assert len(failing[0]) == 1

@@ -39,61 +39,25 @@ def callback(number: int) -> ActivationCheckpointing:
     return ActivationCheckpointing(policy, **(AUTO if policy == "auto" else {}))
 
 
-def compare(names: list[str], make_strategy: Any) -> int:
-    """Compare training with and without checkpointing on this rank; return the number of runs."""
+def compare(names: list[str], make_strategy: Any) -> None:
+    """Compare training with and without checkpointing on this rank."""
     settings = {"devices": 2, "max_steps": 2, "limit_val_batches": 0}
     for number, name in enumerate(names):
         expected = train(name, None, strategy=make_strategy(), **settings)
         actual = train(name, callback(number), strategy=make_strategy(), **settings)
         assert_identical(actual, expected)
-    return len(names)
 
 
-def under_ddp() -> int:
-    runs = 0
+def under_ddp() -> None:
     for names, settings in (
         (UNDER_DDP, {"find_unused_parameters": True}),
         (UNDER_DDP[:4], {}),
         (["Transformer", "Residual", "SharedBlock"], {"static_graph": True}),
     ):
-        runs += compare(names, partial(DDPStrategy, process_group_backend="gloo", **settings))
-    return runs
+        compare(names, partial(DDPStrategy, process_group_backend="gloo", **settings))
 
 
-def shard(model: Architecture) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = model.device_mesh["data_parallel"]
-    for block in find_blocks(model):
-        if len(block.modules) == 1:
-            fully_shard(block.modules[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def under_fsdp2() -> int:
-    for kind in (ARCHITECTURES[name] for name in UNDER_FSDP2):
-        kind.configure_model = shard_once  # type: ignore[attr-defined, method-assign]
-    return compare(
-        UNDER_FSDP2, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    )
-
-
-def shard_once(self: Architecture) -> None:
-    if not hasattr(self, "sharded"):
-        self.sharded = True
-        shard(self)
-
-
-def test_training_under_ddp_is_bit_identical() -> None:
-    assert launch(under_ddp) == [len(UNDER_DDP) + 4 + 3] * 2
-
-
-def test_training_under_fsdp2_is_bit_identical() -> None:
-    assert launch(under_fsdp2) == [len(UNDER_FSDP2)] * 2
-
-
-def under_fsdp1() -> int:
-    runs = 0
+def under_fsdp1() -> None:
     for name in UNDER_FSDP1:
         kind = type(find_blocks(ARCHITECTURES[name]())[0].modules[0])
 
@@ -109,12 +73,31 @@ def under_fsdp1() -> int:
             callback = ActivationCheckpointing(policy, **settings)
             torch.testing.assert_close(gradients(callback), expected, rtol=0, atol=0)
             assert callback.plan or policy == "auto"
-            runs += 1
-    return runs
 
 
-def test_training_under_fsdp1_is_bit_identical() -> None:
-    assert launch(under_fsdp1) == [3 * len(UNDER_FSDP1)] * 2
+def configure_model(self: Architecture) -> None:
+    """Shard each block with FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    if hasattr(self, "sharded"):
+        return
+    self.sharded = True
+    mesh = self.device_mesh["data_parallel"]
+    for block in find_blocks(self):
+        if len(block.modules) == 1:
+            fully_shard(block.modules[0], mesh=mesh)
+    fully_shard(self, mesh=mesh)
+
+
+def under_fsdp2() -> None:
+    for name in UNDER_FSDP2:
+        ARCHITECTURES[name].configure_model = configure_model  # type: ignore[attr-defined]
+    compare(UNDER_FSDP2, partial(ModelParallelStrategy, 2, 1))
+
+
+@pytest.mark.parametrize("compare_all", [under_ddp, under_fsdp1, under_fsdp2])
+def test_training_is_bit_identical(compare_all: Any) -> None:
+    launch(compare_all)
 
 
 class Uneven(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
@@ -172,18 +155,18 @@ def test_plan_fits_the_rank_with_the_largest_peak() -> None:
     assert first[2] == second[2]
 
 
-def train_with_a_larger_batch_on_one_rank(sharded: bool) -> tuple[list[int], str]:
+def train_with_a_larger_batch_on_one_rank() -> list[tuple[list[int], str]]:
+    """Return the length of the plan after each step, and the warnings, under DDP and FSDP2."""
     ARCHITECTURES["Growing"] = Growing
-    if sharded:
-        Growing.configure_model = shard_once
+    return [
+        follow_plan(partial(DDPStrategy, process_group_backend="gloo")),
+        follow_plan(partial(ModelParallelStrategy, 2, 1), configure_model),
+    ]
 
+
+def follow_plan(make_strategy: Any, configure: Any = None) -> tuple[list[int], str]:
     def run(callback: Any) -> Architecture:
-        strategy = (
-            ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-            if sharded
-            else DDPStrategy(process_group_backend="gloo")
-        )
-        return train("Growing", callback, strategy=strategy, max_steps=3, **UNEVEN)
+        return train("Growing", callback, strategy=make_strategy(), max_steps=3, **UNEVEN)
 
     plans = []
 
@@ -192,6 +175,8 @@ def train_with_a_larger_batch_on_one_rank(sharded: bool) -> tuple[list[int], str
             super().on_train_batch_end(*args)
             plans.append(len(self.plan))
 
+    if configure:
+        Growing.configure_model = configure
     expected = run(None)
     found: list[Architecture] = []
     warned = warnings_of(lambda: found.append(run(Recording("auto", budget=1.5))))
@@ -199,13 +184,12 @@ def train_with_a_larger_batch_on_one_rank(sharded: bool) -> tuple[list[int], str
     return plans, warned
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_larger_batch_on_one_rank_does_not_block_the_others(sharded: bool) -> None:
-    (first, _), (second, warned) = launch(train_with_a_larger_batch_on_one_rank, sharded)
-    assert first == [0, 0, 0]
-    if sharded:
-        assert second == [0, 0, 0]
-        assert "so the plan is kept" in warned
-    else:
-        assert second[0] == 0
-        assert second[1] > 0
+def test_larger_batch_on_one_rank_does_not_block_the_others() -> None:
+    (replicated, sharded), others = launch(train_with_a_larger_batch_on_one_rank)
+    assert replicated[0] == sharded[0] == [0, 0, 0]
+    plans, _ = others[0]
+    assert plans[0] == 0
+    assert plans[1] > 0
+    plans, warned = others[1]
+    assert plans == [0, 0, 0]
+    assert "so the plan is kept" in warned

@@ -23,7 +23,8 @@ def train(name: str, callback: lo.ActivationCheckpointing | None) -> Learner:
         for config in configs:
             config.use_cache = False
     torch.manual_seed(0)
-    quiet_trainer(callbacks=[callback] if callback else [], limit_val_batches=0).fit(model)
+    callbacks = [callback] if callback else []
+    quiet_trainer(callbacks=callbacks, limit_train_batches=3, limit_val_batches=0).fit(model)
     return model
 
 

@@ -74,7 +74,6 @@ class LateAverage(Block):
 
     def prepare(self) -> None:
         self.register_buffer("average", torch.zeros(8))
-        self.steps = 0
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x)

@@ -4,6 +4,7 @@ The heap of imported modules is frozen before each test, so that collections are
 """
 
 import gc
+import os
 import weakref
 from typing import Any
 
@@ -86,16 +87,16 @@ def test_collections_happen_only_on_schedule_and_objects_are_frozen(nothing_froz
     assert max(after) - min(after) < 100
     assert min(after) > max(before)
     assert gc.get_freeze_count() == 0
-    for batches in (5, 4):  # each fit counts its own batches
-        assert train(callback, batches).collections == [(4, 2)]
 
 
-def test_disabled_collection_and_frozen_objects_stay_so():
+def test_schedule_starts_with_each_fit_and_disabled_collection_and_frozen_objects_stay_so():
     gc.freeze()
     gc.disable()
-    count = gc.get_freeze_count()
+    count, callback = gc.get_freeze_count(), lo.GarbageCollection(every_n_steps=4)
     try:
-        spy = train(lo.GarbageCollection(every_n_steps=4))
+        for batches in (5, 4):
+            assert train(callback, batches).collections == [(4, 2)]
+        spy = train(callback)
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -121,7 +122,7 @@ def test_validation_batches_count_but_not_in_the_sanity_check():
 
 def collect_on_two_ranks() -> list[tuple[int, int]]:
     # Ranks make different amounts of garbage, so that automatic collections would differ.
-    spy = Spy(garbage=500 + 4000 * int(__import__("os").environ["RANK"]))
+    spy = Spy(garbage=500 + 4000 * int(os.environ["RANK"]))
     trainer = quiet_trainer(
         callbacks=[lo.GarbageCollection(every_n_steps=5), spy],
         strategy="ddp",
