@@ -111,6 +111,11 @@ class Accumulation(RunCallback):
                 "that returns how many tokens its loss is a mean over, such as "
                 "`lambda batch: (batch['labels'][:, 1:] != -100).sum()`."
             )
+        if normalize == "batches" and count is not None:
+            raise ValueError(
+                "normalize='batches' weights all batches equally, so count=... has no use. Remove "
+                "one of them."
+            )
         self.effective_batch = effective_batch
         self.schedule = None if schedule is None else windows_by_step(schedule)
         self.accumulates_by = "schedule" if schedule is not None else ""

@@ -32,7 +32,7 @@ from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 class CompressedDDPStrategy(OwnExchangeStrategy):
     """DDP that sends compressed gradients: from half to 1/164 of the bytes.
 
-    For networks that are slow relative to the model: 1 to 25 Gbit/s between machines. The unsent
+    For networks that are slow relative to the model: 1 to 10 Gbit/s between machines. The unsent
     rest of a gradient (the residual) stays on the rank and is added to the next step's gradient
     (error feedback), so nothing is lost, only late. All replicas stay bit-identical. It works with
     gloo on CPUs and NCCL on GPUs, accumulation, mixed precision and several optimizers.
