@@ -34,10 +34,10 @@ def basic() -> Preset:
         Preset("basic", purpose="Monitors and protects, and leaves a healthy run's numbers alone.")
         .plus(GradientHealth, None,
               "reports gradient problems by layer, with advice",
-              "1 to 3% of a step with 9.5 M weights, 10% with a tiny MLP",
+              "1 to 3% of a step with 9.5 M weights, 7% with a tiny MLP",
               _excluded_by_deepspeed)
         .plus(NonFiniteGuard, None, "skips steps with NaN or infinite values",
-              "1 to 2% of a step with 9.5 M weights, 6% with a tiny MLP; one small all-reduce",
+              "1 to 3% of a step with 9.5 M weights, 6% with a tiny MLP; one small all-reduce",
               _excluded_by_deepspeed)
         .plus(AdaptiveClipping, None, "clips gradients at a threshold learned from the run",
               "shares norms with GradientHealth and NonFiniteGuard; changes the steps it clips",

@@ -350,7 +350,7 @@ def test_incompatible_settings_raise():
         lo.Accumulation(2, effective_batch=8)
     with pytest.raises(ValueError, match="normalize must be one of"):
         lo.Accumulation(normalize="rows")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="count=... has no use"):
+    with pytest.raises(ValueError, match="has no use"):
         lo.Accumulation(2, normalize="batches", count=len)
     with pytest.raises(ValueError, match="needs count"):
         lo.Accumulation(normalize="tokens")
