@@ -14,6 +14,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_opt as lo
+from lightning_opt.strategies.strategy_strings import STRATEGIES as STRINGS
 
 Settings = dict[str, Any]
 
@@ -177,16 +178,6 @@ def find_subjects(to_act: bool = False) -> list[Subject]:
                 settings = [first.get(name, {}), *MORE.get(name, [])]
                 found += [Subject(name, kind, area, each) for each in settings]
         if issubclass(export, Strategy):
-            strings = strategy_strings(export)
+            strings = [string for string, (owner, _) in STRINGS.items() if owner == name]
             found += [Subject(name, "strategy", area, strategy=string) for string in strings]
     return sorted(found, key=lambda subject: (subject.area, subject.label))
-
-
-def strategy_strings(kind: type[Strategy]) -> list[str]:
-    """Return the strategy strings of a class, without variants of the launcher."""
-    variants = ("_spawn", "_fork", "_notebook")
-    return [
-        name
-        for name, data in StrategyRegistry.items()
-        if getattr(data["strategy"], "name", None) == kind.__name__ and not name.endswith(variants)
-    ]
