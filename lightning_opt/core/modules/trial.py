@@ -68,7 +68,7 @@ def without_side_effects(
 
 
 class SilentLogger:
-    """Has the attributes of a logger, or of its experiment; calls do nothing."""
+    """Has the attributes of a logger or its experiment. Nothing done to it is logged."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -78,11 +78,17 @@ class SilentLogger:
         return type(self._logger)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._logger, name)
+        value = getattr(self._logger, name, ...)  # unknown for the result of a call
         return value if isinstance(value, str | int | Path | None) else SilentLogger(value)
 
-    def __call__(self, *args: Any, **settings: Any) -> None:
+    def __call__(self, *args: Any, **settings: Any) -> SilentLogger:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         pass
+
+    __enter__ = __getitem__ = __call__  # Comet, Neptune
+    __setitem__ = __exit__
 
 
 def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Any:

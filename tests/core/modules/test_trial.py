@@ -1,6 +1,8 @@
 """Trial steps have no side effects, not even on parameters that the step itself writes."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -15,6 +17,20 @@ import lightning_opt as lo
 from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_side_effects
 from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+
+class Run(MemoryLogger):
+    """Its experiment is used like Comet's, as a context, and like Neptune's, by keys."""
+
+    @contextmanager
+    def group(self, name: str) -> Iterator[MemoryLogger]:
+        yield self
+
+    def __getitem__(self, name: str) -> list[str]:
+        return self.images
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.images.append(name)
 
 
 class Teaching(L.LightningModule):
@@ -56,8 +72,10 @@ class Teaching(L.LightningModule):
         self.late = self.count
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("accuracy", self.accuracy)
-        if isinstance(self.logger, MemoryLogger):
-            self.logger.experiment.add_image("batch", batch)
+        if isinstance(self.logger, Run):
+            with self.logger.experiment.group("images") as group:
+                group.add_image("batch", batch)
+            self.logger.experiment["loss"] = self.logger.experiment["last"].append("loss")
             self.logger.log_metrics({"own": float(loss.detach())}, self.logger.version)
         return loss
 
@@ -72,7 +90,7 @@ class Teaching(L.LightningModule):
 def fit(callback: Any = None, **settings: Any) -> Teaching:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
-    model, logger = Teaching(), MemoryLogger()
+    model, logger = Teaching(), Run()
     callbacks = [] if callback is None else [callback]
     quiet_trainer(callbacks=callbacks, logger=logger, limit_val_batches=0, **settings).fit(model)
     model.last = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
