@@ -8,7 +8,7 @@ replicas. All decode the same bytes, so all get the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,6 +22,9 @@ from lightning_opt.core.modules.sharding import gather_objects, largest_over_ran
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.own_exchange import all_to_all
 from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
+
+Key: TypeAlias = tuple[Any, ...]
+"""The name and the shape of a tensor that processes may share."""
 
 CODECS = {"int8": Quantize(bits=8), "int4": Quantize(bits=4, block=128), "float32": None}
 
@@ -179,33 +182,40 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def checksums(tensors: Iterable[Tensor]) -> list[float]:
+def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, float]:
     """Return the sum of each floating tensor, to detect changes. Waits for devices."""
-    sums = [tensor.detach().double().sum() for tensor in tensors]
-    return torch.stack(sums).tolist() if sums else []
+    sums = [tensor.detach().double().sum() for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))
 
 
-def average_changed(tensors: Sequence[Tensor], before: Sequence[float]) -> None:
+def average_changed(tensors: Mapping[Key, Tensor], before: Mapping[Key, float]) -> None:
     """Average the tensors that have changed on any process since their ``checksums``.
 
     Each element is averaged over the processes where it is finite; without any, it stays unchanged.
-    The mean is computed in float64, where the mean of equal numbers is exact. All tensors are
-    averaged if their number has changed.
+    The mean is computed in float64, where the mean of equal numbers is exact. A tensor that does
+    not exist on every process in the same shape stays unchanged.
     """
-    if not tensors:
+    keys = _on_every_process(tensors)
+    if not keys:
         return
-    if len(before) != len(tensors):
-        before = [math.nan] * len(tensors)
-    pairs = zip(checksums(tensors), before, strict=True)
+    now = checksums(tensors)
+    pairs = [(now[key], before.get(key, math.nan)) for key in keys]
     changed = [new != old and not (math.isnan(new) and math.isnan(old)) for new, old in pairs]
-    flags = largest_over_ranks(map(float, changed), tensors[0].device)
-    for tensor in [t.detach() for t, flag in zip(tensors, flags, strict=True) if flag]:
+    flags = largest_over_ranks(map(float, changed), tensors[keys[0]].device)
+    for tensor in [tensors[key].detach() for key, flag in zip(keys, flags, strict=True) if flag]:
         wide = tensor.double()
         finite = wide.isfinite()
         both = torch.stack([wide.where(finite, 0.0), finite.double()])
         dist.all_reduce(both)
         mean = (both[0] / both[1]).to(tensor.dtype)
         tensor.copy_(mean.where(both[1] > 0, tensor))
+
+
+def _on_every_process(tensors: Mapping[Key, Tensor]) -> list[Key]:
+    """Return the keys that all processes have, in the same order on each. A collective."""
+    first, *others = gather_objects(list(tensors), (dist.group.WORLD,))
+    shared = set(first).intersection(*others)
+    return [key for key in first if key in shared]
 
 
 def average_states(optimizer: Optimizer) -> None:
@@ -215,7 +225,7 @@ def average_states(optimizer: Optimizer) -> None:
     """
     reset_non_finite(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = {}
+    states: dict[Key, Tensor] = {}
     for number, parameter in enumerate(parameters):
         state = optimizer.state.get(parameter, {})
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -224,13 +234,11 @@ def average_states(optimizer: Optimizer) -> None:
                 if value.is_floating_point():
                     states[number, key, tuple(value.shape)] = value
     world = dist.get_world_size()
-    keys_by_rank = gather_objects(list(states), (dist.group.WORLD,))
-    for key, tensor in states.items():
-        if all(key in keys for keys in keys_by_rank):
-            # A step counter may be on the host, but NCCL sends from the parameter's device.
-            mean = tensor.to(parameters[key[0]].device).contiguous() / world
-            dist.all_reduce(mean)
-            tensor.copy_(mean)
+    for key in _on_every_process(states):
+        # A step counter may be on the host, but NCCL sends from the parameter's device.
+        mean = states[key].to(parameters[key[0]].device).contiguous() / world
+        dist.all_reduce(mean)
+        states[key].copy_(mean)
 
 
 def reset_non_finite(optimizer: Optimizer) -> None:

@@ -19,6 +19,7 @@ from torch.linalg import vector_norm as norm
 from torch.optim import Optimizer
 
 from lightning_opt.strategies.diloco.exchange import (
+    Key,
     Outcome,
     Replicas,
     average_changed,
@@ -198,8 +199,7 @@ class Replica:
             # Manual optimization may freeze parameters temporarily.
             if parameter.requires_grad or name in momentum
         }
-        self._trained = list(trained.values())
-        in_fragments = set(self._trained)
+        in_fragments = set(trained.values())
         self._frozen = [one for one in self._module.parameters() if one not in in_fragments]
         self._checksums = checksums(self._tensors())
         self._fragments = cut_into_fragments(trained, self._plan.fragments)
@@ -207,10 +207,11 @@ class Replica:
             if name in momentum:
                 part.copy_(momentum[name])
 
-    def _tensors(self) -> list[Tensor]:
-        """Return all floating tensors: the trained parameters first, then the current buffers."""
-        others = (*self._module.buffers(), *self._frozen)
-        return self._trained + [one for one in others if one.is_floating_point() and one.numel()]
+    def _tensors(self) -> dict[Key, Tensor]:
+        """Return all floating tensors by name and shape; a model may assign new buffers."""
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        floating = ((name, one) for name, one in named if one.is_floating_point() and one.numel())
+        return {(name, tuple(one.shape)): one for name, one in floating}
 
     def before_step(self) -> None:
         """Add newly unfrozen parameters to the fragments while all replicas have equal ones."""
@@ -281,6 +282,7 @@ class Replica:
         """Set all replicas to the mean of their weights and buffers. All processes must call it."""
         for number in list(self._in_flight):
             self._merge(number)
+        tensors = self._tensors()
         if not self._synchronized:
             self._synchronized = True
             for number in range(len(self._fragments)):
@@ -288,9 +290,9 @@ class Replica:
             for number, fragment in enumerate(self._fragments):
                 self._merge(number, average=True)
                 fragment.set_outer()  # weights of half precision are rounded
-            self._checksums[: len(self._trained)] = checksums(self._trained)
+            trained = {name for one in self._fragments for name in one.parameters}
+            self._checksums |= checksums({k: tensors[k] for k in tensors if k[0] in trained})
         # Also averages tensors that callbacks have replaced, for example by an EMA.
-        tensors = self._tensors()
         average_changed(tensors, self._checksums)
         self._checksums = checksums(tensors)
 

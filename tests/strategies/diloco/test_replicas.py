@@ -232,22 +232,26 @@ def _same_start_and_buffers() -> None:
     def change(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 3:
             module.late = torch.tensor(rank + 1.0)
+            module.table = torch.ones(2 + rank)  # as long as the longest sequence of a replica
             if rank == 1:
                 module.shift.fill_(4.0)
                 module.assigned = torch.tensor(4.0)
+                module.alone = torch.tensor(4.0)
                 module.odd.fill_(torch.nan)
 
     model, rank = Net(), dist.get_rank()
     model.register_buffer("shift", torch.tensor(2.0 + rank))
     model.register_buffer("odd", torch.tensor(5.0))
     model.register_buffer("assigned", torch.tensor(2.0))
-    model.register_buffer("late", None)
+    for name in ("late", "table", "alone"):
+        model.register_buffer(name, None)
     model.synced = nn.SyncBatchNorm(4)
     model.layer[0].weight.data += rank  # type: ignore[index, operator]
     callback = LambdaCallback(on_train_start=check, on_train_batch_end=change)
     fit(model, lo.DiLoCoStrategy(4), callbacks=[callback])
     assert (float(model.shift), float(model.assigned), float(model.odd)) == (3.0, 3.0, 5.0)
     assert float(model.late) == 1.5
+    assert (len(model.table), model.alone is None) == (2 + rank, rank == 0)
     assert model.synced.process_group is None
 
 
