@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_opt"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 USE = """
-import pathlib, runpy, sys
+import pathlib, sys
 import lightning as L
 import lightning_opt as lo
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -34,8 +34,6 @@ trainer = L.Trainer(
 )
 trainer.fit(BoringModel())
 print(lo.__version__, clipping.report().rows[0]["steps"])
-sys.argv = ["lightning-opt", "presets"]
-runpy.run_path(str(pathlib.Path(sys.executable).with_name("lightning-opt")), run_name="__main__")
 """
 
 
@@ -100,8 +98,6 @@ def test_wheel_contains_exactly_the_package(wheel):
 
 
 def test_installed_package_trains_and_runs_its_command(python, tmp_path):
-    command = python.with_name("lightning-opt")
-    assert os.access(command, os.X_OK)
-    printed = run(python, "-c", USE, cwd=tmp_path)
-    assert f"\n{lo.__version__} 3\n" in f"\n{printed}"
+    assert run(python, "-c", USE, cwd=tmp_path).splitlines()[-1] == f"{lo.__version__} 3"
+    printed = run(python.with_name("lightning-opt"), "presets", cwd=tmp_path)
     assert {"basic", "advanced", "ultra"} <= set(re.findall(r"\w+", printed))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from lightning_opt.core.modules.state_kinds import (
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.loggers import Logger
 
 
 @contextmanager
@@ -62,8 +61,8 @@ def without_side_effects(
             stack.enter_context(replaced(optimizer, step=do_nothing))
         for config in trainer.lr_scheduler_configs:
             stack.enter_context(replaced(config.scheduler, step=do_nothing))
-        stack.callback(setattr, trainer, "loggers", trainer.loggers)
-        trainer.loggers = [cast("Logger", SilentLogger(logger)) for logger in trainer.loggers]
+        silent = [SilentLogger(logger) for logger in trainer.loggers]
+        stack.enter_context(replaced(trainer, _loggers=silent))
         yield
 
 

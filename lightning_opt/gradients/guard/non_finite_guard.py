@@ -325,7 +325,6 @@ class NonFiniteGuard(GradientCallback):
             self._restores += 1
             self._good_batches = 0
             self._delayed.clear()  # pending codes belong to the replaced weights
-            self._buffers = BufferBackup(pl_module)
         log_scalars(trainer, self.escalation.scalars())
         events = record_events(trainer, faults, self.names, damaged, is_first=not self.events)
         self.events = [*self.events, *events][-MAX_EVENTS:]

@@ -254,17 +254,19 @@ class Lengths(Wide):
         return super().training_step([batch[0][:, :8]], batch_idx)
 
 
-def test_memory_is_measured_on_worst_batch_and_time_on_loader_batches():
+def test_memory_is_measured_on_worst_batch_and_time_on_loader_batches(monkeypatch):
     Lengths.shapes.clear()
-    frozen = gc.get_freeze_count()
+    assert gc.get_freeze_count()
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
     settings = {"mode": "fastest", "worst_batch": longest, "budget_mb": 10**6}
     found = lo.find_batch_size(quiet_trainer(), Lengths(), loader_of(400), **settings)
     assert found.largest in range(24, 26)  # 25 samples of 40
     lengths = [shape[1] for shape in Lengths.shapes]
     assert lengths == sorted(lengths, reverse=True)
     assert set(lengths) == {40, 8}
-    # Nothing is frozen or unfrozen. Some frozen objects are freed, since other tests left them.
-    assert 0 < gc.get_freeze_count() <= frozen
+    assert calls == []  # objects are frozen already
 
 
 def test_another_error_than_out_of_memory_is_raised():
