@@ -303,10 +303,11 @@ def limit_memory(room: float) -> int:
     """Limit the address space to ``room`` MB more than in use, and return the limit."""
     import resource
 
+    # Large blocks are unmapped when freed, as in trials, and leave no gaps in the heap.
+    recover_memory(torch.device("cpu"))
     # Threads, kernels and the first search allocate memory once.
     lo.find_batch_size(quiet_trainer(), Wide(), loader_of(64), max_size=16)
-    recover_memory(torch.device("cpu"))  # so that large blocks are unmapped, as in trials
-    gc.collect()
+    recover_memory(torch.device("cpu"))
     limit = psutil.Process().memory_info().vms + int(room * MB)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return limit
