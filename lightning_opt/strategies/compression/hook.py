@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -92,6 +92,15 @@ class Traffic:
         return total / 1e3
 
 
+@lru_cache(maxsize=1)
+def second_group(default_group: Any) -> Any:
+    """Return another group of all ranks. Later runs use the same group: none can be closed safely.
+
+    Every rank must call this.
+    """
+    return dist.new_group()
+
+
 class CompressedReduction:
     """A DDP communication hook that compresses with error feedback.
 
@@ -143,7 +152,7 @@ class CompressedReduction:
         # The residual of the mean, in two stages, cannot exclude unused parameters.
         is_quantized = any(isinstance(scheme, Quantize) for scheme in schemes)
         if is_quantized and self._world > 2 and not may_skip:
-            self._own_group = dist.new_group()
+            self._own_group = second_group(dist.group.WORLD)
             # Connects the ranks now, not during a backward pass.
             dist.all_reduce(next(iter(names)).new_zeros(()), group=self._own_group)
         # Parameters with a gradient since the last exchange: these hooks run before DDP's.

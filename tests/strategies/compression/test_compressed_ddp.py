@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_opt.strategies.compression import exchange
 from lightning_opt.strategies.compression.buckets import Buckets
@@ -121,8 +122,11 @@ def _two_processes() -> None:
 
 
 def _three_processes() -> None:
-    _balance(*map(compressed, (TopK(0.05), Quantize(8), Quantize(4))))
+    _balance(*map(compressed, (TopK(0.05), Quantize(8))))
+    groups = dist.get_pg_count()
+    _balance(compressed(Quantize(4)))
     _planted_infinity(Quantize(4))
+    assert dist.get_pg_count() == groups  # later runs open no further process group
 
 
 def test_nothing_is_lost_and_overflow_skips_the_step_on_all_ranks():
