@@ -170,6 +170,8 @@ class CurvaturePreconditioner(GradientCallback):
         >>> trainer = L.Trainer(callbacks=[lo.CurvaturePreconditioner()], logger=False)
     """
 
+    rescales_gradients = True
+
     def __init__(
         self,
         every_n_steps: int = 10,

@@ -158,13 +158,13 @@ class NonFiniteGuard(GradientCallback):
         self._buffers = buffers
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise if a callback before this one clips gradients."""
+        """Raise if a callback before this one changes gradient norms."""
         super().setup(trainer, pl_module, stage)
         for other in self.callbacks_before(trainer) if stage == "fit" else []:
             if isinstance(other, RunCallback) and other.rescales_gradients:
                 raise ValueError(
                     f"NonFiniteGuard must come before {type(other).__name__} in "
-                    "Trainer(callbacks=[...]): otherwise spikes are clipped before the guard "
+                    "Trainer(callbacks=[...]): otherwise it changes spikes before the guard "
                     "measures them."
                 )
 

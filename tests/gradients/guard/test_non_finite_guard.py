@@ -231,9 +231,10 @@ def test_gradients_of_a_skipped_step_stay_readable(device_path: bool) -> None:
     assert all_finite(model)
 
 
-def test_guard_after_clipping_raises() -> None:
-    with pytest.raises(ValueError, match="before AdaptiveClipping"):
-        fit(FaultyNet(), lo.AdaptiveClipping(), lo.NonFiniteGuard())
+@pytest.mark.parametrize("callback", [lo.AdaptiveClipping, lo.CurvaturePreconditioner])
+def test_guard_after_a_callback_that_changes_gradients_raises(callback: type[Callback]) -> None:
+    with pytest.raises(ValueError, match=f"before {callback.__name__}"):
+        fit(FaultyNet(), callback(), lo.NonFiniteGuard())
 
 
 def test_bad_steps_are_skipped_with_gradient_clip_val() -> None:
