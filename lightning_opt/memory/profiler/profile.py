@@ -165,9 +165,18 @@ class SavedTensorCounter:
         return tensor
 
 
+@dataclass
+class Pauses:
+    """The number, the total seconds and the longest of this process's garbage collections."""
+
+    count: int = 0
+    total: float = 0.0
+    longest: float = 0.0
+
+
 @contextmanager
-def timing_collections(seconds: list[float]) -> Iterator[None]:
-    """Append the duration of every garbage collection of this process to ``seconds``."""
+def timing_collections(pauses: Pauses) -> Iterator[None]:
+    """Add every garbage collection of this process to ``pauses``."""
     start = 0.0
 
     def record(phase: str, info: dict[str, Any]) -> None:
@@ -175,7 +184,10 @@ def timing_collections(seconds: list[float]) -> Iterator[None]:
         if phase == "start":
             start = perf_counter()
         elif start:
-            seconds.append(perf_counter() - start)
+            seconds = perf_counter() - start
+            pauses.count += 1
+            pauses.total += seconds
+            pauses.longest = max(pauses.longest, seconds)
 
     gc.callbacks.append(record)
     try:
@@ -216,7 +228,7 @@ class MemoryProfile:
         peaks: Peaks of each phase, one per profiled step, in bytes.
         exact: Whether the peaks were measured, not only memory at the two ends of a phase.
         source: The counter of live memory.
-        pauses: Seconds of each garbage collection.
+        pauses: Garbage collections during the run.
         modules: Tensors that autograd saved in one step, by module.
     """
 
@@ -224,7 +236,7 @@ class MemoryProfile:
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
     peaks: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     exact: bool = True
-    pauses: list[float] = field(default_factory=list)
+    pauses: Pauses = field(default_factory=Pauses)
     modules: list[SavedBytes] = field(default_factory=list)
 
     def latest(self, name: str) -> Record:
@@ -273,9 +285,9 @@ class MemoryProfile:
                 "Peaks were measured only at the two ends of each phase, because operators cannot "
                 "be counted (compiled parts, sharded parameters)."
             )
-        if self.pauses:
+        if self.pauses.count:
             notes.append(
-                f"Garbage collection: {len(self.pauses)} times, {sum(self.pauses):.3g} s, the "
-                f"longest {1e3 * max(self.pauses):.3g} ms."
+                f"Garbage collection: {self.pauses.count} times, {self.pauses.total:.3g} s, the "
+                f"longest {1e3 * self.pauses.longest:.3g} ms."
             )
         return notes
