@@ -43,11 +43,13 @@ class FlopCount(TorchDispatchMode):
 
     Attributes:
         failures: The operators whose formula failed, with the error. They are not counted.
+        counts_forward: Whether operators outside of backward passes are counted.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.failures: dict[str, str] = {}
+        self.counts_forward = True
         self._counts = [0, 0, 0]
 
     def __torch_dispatch__(
@@ -58,8 +60,8 @@ class FlopCount(TorchDispatchMode):
             return NotImplemented  # DTensor then runs local operations, which are counted instead
         result = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "overloadpacket", None))
-        if formula is not None:
-            in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = torch._C._current_graph_task_id() != -1
+        if formula is not None and (in_backward or self.counts_forward):
             part = (2 if torch.is_grad_enabled() else 1) if in_backward else 0
             try:
                 self._counts[part] += formula(*args, **kwargs, out_val=result)

@@ -78,6 +78,7 @@ class StepRun:
     def _start_loop_action(self, phase: int, action: str) -> None:
         clock, hooks = self.clock, self._hooks
         if phase == phases.STEP:
+            self._count_forward(True)
             separate = hooks is not None and hooks.separates_forward
             clock.enter(phases.LOSS if separate else phases.FORWARD_AND_LOSS, action)
         elif phase == phases.FETCH:
@@ -97,7 +98,9 @@ class StepRun:
             self._hooks = EpochHooks(clock, self.trainer, self._settings.tokens)
 
     def _stop_loop_action(self, phase: int, action: str) -> None:
-        if phase == phases.BATCH:
+        if phase == phases.STEP:
+            self._count_forward(False)
+        elif phase == phases.BATCH:
             self._stop_counting()
         elif phase == phases.EPOCH:
             self.end_epoch()
@@ -118,7 +121,13 @@ class StepRun:
         self.clock.enter(phases.PROFILER if counting else phases.LOOP, action)
         if counting:
             self._flop_count = FlopCount()
+            self._count_forward(False)
             self._flop_count.__enter__()  # type: ignore[no-untyped-call]
+
+    def _count_forward(self, counted: bool) -> None:
+        """Count forward operators only in ``training_step``, not in the optimizer's update."""
+        if self._flop_count is not None:
+            self._flop_count.counts_forward = counted
 
     def _stop_counting(self) -> None:
         counter, self._flop_count = self._flop_count, None

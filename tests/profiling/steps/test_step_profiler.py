@@ -398,6 +398,9 @@ def test_rates_follow_from_counted_flops_and_step_time():
     profiler = quiet_profiler(peak_flops=1e9, tokens=7)
     model = SmallNet(widths=(5, 5))
     model.val_dataloader = lambda: loader_of(1, batch_size=3)  # counts in no rate
+    # The matrix products of Muon's update are not the model's.
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    model.configure_optimizers = lambda: torch.optim.Muon(matrices)
     fit(profiler, model, val_check_interval=1)
     measures = profiler.measures()
     expected = lo.count_flops(model.layer, torch.ones(4, 6))
