@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
+from lightning_opt.kernels.fused_optimizer import fused_optimizer
 from lightning_opt.precision.loss_scale.dynamic_loss_scale import CountingScaler
 from tests.fake_cuda.test_callbacks import count_syncs
 from tests.helpers.fake_cuda import (
     Answers,
     Copies,
+    FakeNet,
     fake_gradients,
     fit_on_fake_cuda,
     on_fake_cuda,
@@ -107,3 +109,18 @@ def test_loss_scaler_adds_no_host_sync_between_reports(window):
         )
     )
     assert ours == torchs
+
+
+class ForeachNet(FakeNet):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), foreach=True)
+
+
+def test_step_counts_return_to_the_host_after_fused_updates(monkeypatch):
+    monkeypatch.setattr(fused_optimizer, "obstacle_to_fused", lambda optimizer: None)
+    fused = lo.FusedOptimizer()
+    trainer = fit_on_fake_cuda(fused, net=ForeachNet(), answers=Answers(number=1.0), steps=2)
+    assert fused.report().rows[0]["implementation"] == "fused"
+    plain = fit_on_fake_cuda(net=ForeachNet(), answers=Answers(number=1.0), steps=2)
+    assert places(trainer.optimizers[0]) == places(plain.optimizers[0])
+    assert ("step", "cpu") in places(plain.optimizers[0])

@@ -265,6 +265,14 @@ class Fused:
             hook.remove()
         self._restore_flags(self.optimizer.param_groups)
         self.optimizer.defaults.update(self._defaults)
+        for group in self.optimizer.param_groups:
+            if group.get("fused") or group.get("capturable"):
+                continue
+            # Other kernels read every step count, and would wait for the device.
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].cpu()
         if not self._was_checked:
             vars(self.optimizer).pop(CHECKED_ATTRIBUTE, None)
 
