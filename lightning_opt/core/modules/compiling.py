@@ -20,7 +20,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Return whether a module is compiled, or has, or names in its methods, a compiled function."""
+    """Return whether any module is compiled, holds a compiled function or refers to one."""
     return any(is_compiled(part) or _uses_compiled_function(part) for part in model.modules())
 
 

@@ -1,4 +1,4 @@
-"""Which attributes of a module are state that a training step may change, and their snapshots."""
+"""Finds the attributes of a module that a training step may change, and takes snapshots of them."""
 
 from __future__ import annotations
 

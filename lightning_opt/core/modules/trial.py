@@ -67,7 +67,7 @@ def without_side_effects(
 
 
 class SilentLogger:
-    """Has the attributes of a logger or its experiment. Nothing done to it is logged."""
+    """Replaces a logger or its experiment: any call or attribute works, and nothing is logged."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger

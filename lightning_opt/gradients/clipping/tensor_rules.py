@@ -102,11 +102,7 @@ class PerParameter(ClippingRule):
     """
 
     def __init__(
-        self,
-        factor: float = 1.05,
-        decay: float = 0.98,
-        warmup: int = 100,
-        warmup_norm: float = 1.0,
+        self, factor: float = 1.05, decay: float = 0.98, warmup: int = 100, warmup_norm: float = 1.0
     ) -> None:
         self.factor, self.decay = check_positive("factor", factor), check_fraction("decay", decay)
         self.warmup = check_at_least("warmup", warmup, 1)

@@ -189,7 +189,7 @@ class NonFiniteGuard(GradientCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record the batch's index, and what changed between two batches."""
+        """Record the batch's index. Look for new optimizers, and back up the buffers."""
         self._batch_idx = batch_idx
         if [control.optimizer for control in self._controls] != trainer.optimizers:
             self._patch_optimizers(trainer.optimizers)

@@ -110,10 +110,7 @@ class Snapshot:
             # The keys of an optimizer's state are the parameters themselves, not copies.
             "states": [dict(optimizer.state) for optimizer in trainer.optimizers],
             "groups": [
-                [
-                    {key: group[key] for key in group if key != "params"}
-                    for group in own.param_groups
-                ]
+                [{key: g[key] for key in g if key != "params"} for g in own.param_groups]
                 for own in trainer.optimizers
             ],
             "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],

@@ -265,9 +265,6 @@ class GradientHealth(GradientCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Diagnose the steps since the last report."""
-        self._finish(trainer)
-
-    def _finish(self, trainer: pl.Trainer) -> None:
         for index, record in self._records.items():
             record.release()  # a pending report would need a collective
             if record.has_unreported_nonfinite() or (record.steps and not record.reported_step):
@@ -279,7 +276,7 @@ class GradientHealth(GradientCallback):
         """Diagnose the last steps, which may explain the exception, and release the model."""
         try:
             if self.names:
-                self._finish(trainer)
+                self.on_train_end(trainer, pl_module)
         except RuntimeError as error:  # reading a failed device raises
             log.debug("GradientHealth could not read the last steps: %s", error)
         finally:

@@ -242,7 +242,8 @@ class DynamicLossScale(BaseMixedPrecision):
             self._skips_to_hold += last_skipped
         due = self._schedule.is_due(self._steps)
         if due:
-            log_scalars(model.trainer, self._scalars())
+            state, keys = self.scaler.state_dict(), ("scale", "skipped", "overflows")
+            log_scalars(model.trainer, {f"loss_scale/{key}": float(state[key]) for key in keys})
         if due or not isinstance(last_skipped, Tensor):
             self._raise_if_collapsed()
         return result
@@ -290,10 +291,6 @@ class DynamicLossScale(BaseMixedPrecision):
     def __getstate__(self) -> dict[str, Any]:
         """Drop the reference to the model, which exists only in this process."""
         return {**self.__dict__, "_module": None}
-
-    def _scalars(self) -> dict[str, float]:
-        state = self.scaler.state_dict()
-        return {f"loss_scale/{key}": float(state[key]) for key in ("scale", "skipped", "overflows")}
 
     def _raise_if_collapsed(self) -> None:
         stuck = int(self.scaler.stuck)

@@ -94,6 +94,7 @@ class Exchange(ABC):
     """
 
     sent_bytes: int
+    _codec: Codec
 
     def __init__(self, residual: Residual) -> None:
         self.residual = residual
@@ -134,7 +135,7 @@ class Exchange(ABC):
     @property
     def bound(self) -> Scalar | None:
         """The threshold that the codec has learned, if it learns one."""
-        return None
+        return self._codec.bound
 
 
 class GatherExchange(Exchange):
@@ -183,10 +184,6 @@ class GatherExchange(Exchange):
 
         future = collect_all([work.get_future() for work in works]).then(finish_pieces)
         return future
-
-    @property
-    def bound(self) -> Scalar | None:
-        return self._codec.bound
 
     @property
     def selected(self) -> int:
