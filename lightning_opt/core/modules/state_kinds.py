@@ -64,11 +64,9 @@ def _is_user_class(kind: type) -> bool:
 
 def _is_refillable(kind: Any) -> bool:
     """Return whether a container changes by Python's own methods, unlike a frozen configuration."""
-    builtin_bases = [
-        base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")
-    ]
+    builtin = [base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")]
     return all(
-        any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin_bases)
+        any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin)
         for name in ("__setitem__", "clear", "extend", "update")
     )
 

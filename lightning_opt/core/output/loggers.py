@@ -165,6 +165,5 @@ def folders_of(trainer: pl.Trainer) -> set[Path]:
     Unlike ``trainer.log_dir`` it does not broadcast, so one rank may call it alone.
     """
     paths = [getattr(each, "log_dir", None) or each.save_dir for each in trainer.loggers]
-    return {Path(path) for path in paths if isinstance(path, str)} or {
-        Path(trainer.default_root_dir)
-    }
+    found = {Path(path) for path in paths if isinstance(path, str)}
+    return found or {Path(trainer.default_root_dir)}

@@ -189,9 +189,8 @@ class UnitWise(ClippingRule):
         """
         modules = list(module.modules())
         self._transposed = {part.weight for part in modules if isinstance(part, TRANSPOSED)}
-        self._linear_layers = [
-            set(part.parameters()) for part in modules if isinstance(part, nn.Linear)
-        ]
+        linear = [part for part in modules if isinstance(part, nn.Linear)]
+        self._linear_layers = [set(part.parameters()) for part in linear]
         if isinstance(self.exclude, list):
             names = [plain_name(name) for name, _ in module.named_parameters()]
             for pattern in self.exclude:

@@ -371,10 +371,8 @@ class NonFiniteGuard(GradientCallback):
         scalars = self.escalation.scalars()
         counts = ", ".join(f"{key[6:]} {value:g}" for key, value in scalars.items())
         title = f"NonFiniteGuard(policy={self.escalation.policy!r})"
-        rows = [
-            {**event, "parameters": ", ".join(event["parameters"][:2])}
-            for event in self.events[-20:]
-        ]
+        newest = self.events[-20:]
+        rows = [{**event, "parameters": ", ".join(event["parameters"][:2])} for event in newest]
         return Report(title, rows, [f"After {self._steps} steps: {counts}."])
 
     def release(self, trainer: pl.Trainer) -> None:

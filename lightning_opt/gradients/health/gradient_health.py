@@ -185,9 +185,7 @@ class GradientHealth(GradientCallback):
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
         held = set(parameters_of(trainer.optimizers[index]))
-        parameters = {
-            name: parameter for parameter, name in self.names.items() if parameter in held
-        }
+        parameters = {name: own for own, name in self.names.items() if own in held}
         record.complete(parameters, scaled=loss_scale(trainer) is not None, extra=activation_issues)
         for issue in record.issues:
             if (issue.type, issue.severity) not in known and trainer.is_global_zero:

@@ -178,11 +178,8 @@ class OptimizerHealth:
 
     def has_unreported_nonfinite(self) -> bool:
         """Return whether any norm since the last report is not finite. Waits for the device."""
-        return any(
-            not math.isfinite(total)
-            for _, rows in self._window.move_to_host()
-            for total in rows[:, 0]
-        )
+        blocks = self._window.move_to_host()
+        return any(not math.isfinite(total) for _, rows in blocks for total in rows[:, 0])
 
     def state_dict(self) -> dict[str, Any]:
         window = self._window.move_to_host()

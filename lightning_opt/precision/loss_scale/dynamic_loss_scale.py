@@ -167,9 +167,7 @@ class DynamicLossScale(BaseMixedPrecision):
         every_n_steps: int = 50,
     ) -> None:
         if check_positive("min_scale", min_scale) > check_positive("init_scale", init_scale):
-            raise ValueError(
-                f"min_scale must be at most init_scale, {init_scale}, got {min_scale}."
-            )
+            raise ValueError(f"min_scale must be at most init_scale={init_scale}, got {min_scale}.")
         self._settings: dict[str, Any] = {
             "init_scale": float(init_scale),
             "growth_interval": check_at_least("growth_interval", growth_interval, 1),
@@ -270,11 +268,8 @@ class DynamicLossScale(BaseMixedPrecision):
     def state_dict(self) -> dict[str, Any]:
         """Return scale and counts as plain numbers. Waits for the device."""
         self._count_skips(self._delayed.flush())
-        return {
-            **self.scaler.state_dict(),
-            "steps": self._steps,
-            "skips_to_hold": self._skips_to_hold,
-        }
+        own = {"steps": self._steps, "skips_to_hold": self._skips_to_hold}
+        return self.scaler.state_dict() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`, or the state of Lightning's own plugin."""

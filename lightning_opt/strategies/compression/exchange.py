@@ -147,9 +147,7 @@ class GatherExchange(Exchange):
         bound: The threshold that an earlier codec has learned.
     """
 
-    def __init__(
-        self, compressor: Compressor, residual: Residual, bound: float | None = None
-    ) -> None:
+    def __init__(self, compressor: Compressor, residual: Residual, bound: float | None) -> None:
         super().__init__(residual)
         committed = residual.committed
         self._codec = compressor.codec(len(committed), committed.device)
@@ -233,9 +231,8 @@ class TwoStageExchange(Exchange):
             encode(codec, self.residual.pending[shard], non_finite)
         future: Future[Tensor]
         if not reads_are_free(gradient.device):
-            work = dist.all_to_all_single(
-                self._received, self._sent, group=self._group, async_op=True
-            )
+            tensors = self._received, self._sent
+            work = dist.all_to_all_single(*tensors, group=self._group, async_op=True)
 
             def finish(first_stage: Future[list[Tensor]]) -> Tensor:
                 first_stage.value()  # raises its error
