@@ -66,16 +66,6 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
     return 1.0 if state.get("stage") is OptState.UNSCALED else scale
 
 
-def _is_unmodified(callback: pl.Callback) -> bool:
-    """Return whether the callback's hook is this package's own.
-
-    A user's override may change the gradients after they were measured.
-    """
-    if not isinstance(callback, GradientCallback):
-        return False
-    return type(callback).on_before_optimizer_step.__module__.startswith("lightning_opt.")
-
-
 class GradientCallback(RunCallback):
     """A callback that reads or changes gradients in ``on_before_optimizer_step``.
 
@@ -125,8 +115,11 @@ class GradientCallback(RunCallback):
         self._flat = flat_parameter_groups(trainer.model or pl_module)
         before = self.callbacks_before(trainer)
         self._earlier = [other for other in before if isinstance(other, GradientCallback)]
-        if before and _is_unmodified(before[-1]):
-            self._measured_by = before[-1]  # type: ignore[assignment]
+        last = before[-1] if before else None
+        if isinstance(last, GradientCallback):
+            # A user's override may change the gradients after they were measured.
+            hook = type(last).on_before_optimizer_step
+            self._measured_by = last if hook.__module__.startswith("lightning_opt.") else None
 
     def _find_parameters(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._held = dict(enumerate(map(parameters_of, trainer.optimizers)))

@@ -206,7 +206,10 @@ class ThresholdCodec(SparseCodec):
         if not reads_are_free(flat.device):
             indices, values = super()._select(flat)
             if bound is None:
-                bound = self.bound = values.abs().topk(k).values[-1]
+                bound = torch.zeros((), device=flat.device)
+            if isinstance(bound, Tensor):  # learned again after a step of zeros, NaN or infinities
+                learned, valid = values.abs().topk(k).values[-1], (bound > 0) & (bound < math.inf)
+                bound = self.bound = torch.where(valid, bound, learned)
             return indices, torch.where(values.abs() >= bound, values, 0.0)
         if bound is None:
             indices, values = self._selector.top(flat, k)

@@ -33,7 +33,7 @@ def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 def start_all_to_all(
     rows: Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[list[dist.Work], Callable[[], Tensor]]:
-    """Start :func:`all_to_all`; return its works, and a function for the rows when all are done."""
+    """Start :func:`all_to_all`; return its works, and a function to call after they are done."""
     count, row = rows.shape
     pieces = max(1, row // PIECE_BYTES) if rows.device.type == "cpu" else 1
     size = -(-row // (8 * pieces)) * 8  # aligned, as scales within a message must be

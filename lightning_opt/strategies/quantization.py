@@ -65,7 +65,7 @@ def decode(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def rows_of(flat: Tensor, block: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yield pieces of a tensor as rows that may be changed in place, and the rows' numbers."""
+    """Yield a tensor in pieces: rows that may be changed in place, and the slice of row numbers."""
     for chunk in chunks_of(flat, block):
         piece, missing = flat[chunk], -chunk.stop % block
         rows = functional.pad(piece, (0, missing)) if missing else piece
@@ -81,7 +81,7 @@ class Functions(NamedTuple):
 
 
 class Quantizer:
-    """The functions for rows of ``block`` elements, which a CPU compiles when that pays.
+    """Encodes and decodes rows of ``block`` elements. Compiled on a CPU when that pays.
 
     Args:
         bits: 8 or 4.
@@ -95,7 +95,7 @@ class Quantizer:
         self._until_compilation = COMPILE_AFTER
 
     def functions_for(self, flat: Tensor, encoded: int = 0) -> Functions:
-        """Return the functions for a tensor of which ``encoded`` elements will be encoded."""
+        """Return the functions for ``flat``. The number of ``encoded`` elements is counted."""
         if flat.dtype is not torch.float32 or flat.device.type != "cpu":
             return self.eager
         if 0 < self._until_compilation <= encoded:

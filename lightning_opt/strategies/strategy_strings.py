@@ -34,9 +34,5 @@ def register_strategies(registry: Any) -> None:
     for name, (strategy, arguments) in STRATEGIES.items():
         for suffix, start_method in START_METHODS.items():
             if name + suffix not in registry:
-                registry.register(
-                    name + suffix,
-                    partial(_create, strategy),
-                    start_method=start_method,
-                    **arguments,
-                )
+                create = partial(_create, strategy)
+                registry.register(name + suffix, create, start_method=start_method, **arguments)

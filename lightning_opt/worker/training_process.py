@@ -269,9 +269,7 @@ def describe_exit(status: int) -> tuple[str, str]:
         return "died", f"The process ended with exit status {status}."
     name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
     if name == "SIGKILL":
-        return "out of memory", (
-            "The process was killed (SIGKILL), probably because memory ran out."
-        )
+        return "out of memory", "The process was killed (SIGKILL): memory has probably run out."
     return "died", f"The process was killed by {name}."
 
 

@@ -1,5 +1,6 @@
 """Compressors against float64 arithmetic, without processes."""
 
+import math
 import os
 import queue
 import shutil
@@ -25,6 +26,7 @@ from lightning_opt.strategies.compressors import (
 )
 from lightning_opt.strategies.packing import GROUP_SIZE, read_count
 from lightning_opt.strategies.quantization import Quantizer
+from tests.helpers.syncs import take_device_path
 
 CPU = torch.device("cpu")
 
@@ -155,6 +157,17 @@ def test_automatic_threshold_is_learned_once():
     assert read_count(codec.message) == 0  # a layer with small gradients sends nothing
     codec.compress(flat * 1.2)
     assert 50 < read_count(codec.message) < 250
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_automatic_threshold_on_a_gpu_is_not_learned_from_a_useless_step(value, monkeypatch):
+    take_device_path(monkeypatch)
+    codec = Threshold("auto", max_ratio=0.05).codec(5000, CPU)
+    codec.compress(torch.full((5000,), value))
+    flat = torch.randn(5000)
+    for sent in (50, 50):
+        codec.compress(flat.clone())
+        assert read_count(codec.message) == sent
 
 
 @relaxed

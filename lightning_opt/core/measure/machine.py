@@ -144,12 +144,10 @@ def lowest_capability() -> tuple[int, int] | None:
         return None
     try:
         handles = map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
-        capabilities = [
-            tuple(library.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles
-        ]
+        capabilities = map(library.nvmlDeviceGetCudaComputeCapability, handles)
+        return min(map(tuple, capabilities), default=None)
     except library.NVMLError:
         return None
-    return min(capabilities, default=None)
 
 
 def used_memory(library: ModuleType, handle: Any) -> int | None:

@@ -129,7 +129,7 @@ def peak_memory(device: torch.device) -> int:
 def _process_peak(field: str) -> int:
     try:
         return _status_bytes(field)
-    except OSError:  # not Linux
+    except (OSError, StopIteration):  # not Linux; gVisor, which records no peak
         resident, virtual = process_memory()
         return virtual if field == "VmPeak" else resident
 

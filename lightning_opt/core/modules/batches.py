@@ -269,9 +269,8 @@ def _may_hold_samples(value: Any, is_top: bool = False) -> bool:
 
 
 def _has_scalar(item: Any) -> bool:
-    return _is_container(item) and any(
-        _is_shared(leaf) and leaf is not None for leaf in leaves_of(item)
-    )
+    leaves = leaves_of(item) if _is_container(item) else ()
+    return any(_is_shared(leaf) and leaf is not None for leaf in leaves)
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
@@ -391,8 +390,7 @@ def _rebuild(value: Any, change: Any) -> Any:
                 rebuilt[key] = item
         except (TypeError, RuntimeError) as error:
             raise UnsplittableBatchError(
-                f"The entries of a {type(value).__qualname__} cannot be replaced "
-                f"({error}). {ADVICE}"
+                f"Entries of a {type(value).__qualname__} cannot be replaced ({error}). {ADVICE}"
             ) from error
         return rebuilt
     for key, item in entries:

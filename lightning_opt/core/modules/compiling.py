@@ -20,7 +20,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Return whether a module is compiled, or has, or names in its methods, a compiled function."""
+    """Return whether any module is compiled, holds a compiled function or refers to one."""
     return any(is_compiled(part) or _uses_compiled_function(part) for part in model.modules())
 
 
@@ -53,13 +53,9 @@ STANCE = SimpleNamespace(eager=False)
 @contextlib.contextmanager
 def run_eagerly() -> Iterator[None]:
     """Run compiled modules uncompiled inside the context."""
-    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
-    with replaced(STANCE, eager=True):
-        if set_stance is None:
-            yield
-        else:
-            with set_stance("force_eager"):
-                yield
+    set_stance = getattr(torch.compiler, "set_stance", contextlib.nullcontext)  # since torch 2.6
+    with replaced(STANCE, eager=True), set_stance("force_eager"):
+        yield
 
 
 def hooks_are_compiled(module: nn.Module) -> bool:

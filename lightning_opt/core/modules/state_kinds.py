@@ -1,4 +1,4 @@
-"""Which attributes of a module are state that a training step may change, and their snapshots."""
+"""Finds the attributes of a module that a training step may change, and takes snapshots of them."""
 
 from __future__ import annotations
 
@@ -64,11 +64,9 @@ def _is_user_class(kind: type) -> bool:
 
 def _is_refillable(kind: Any) -> bool:
     """Return whether a container changes by Python's own methods, unlike a frozen configuration."""
-    builtin_bases = [
-        base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")
-    ]
+    builtin = [base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")]
     return all(
-        any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin_bases)
+        any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin)
         for name in ("__setitem__", "clear", "extend", "update")
     )
 

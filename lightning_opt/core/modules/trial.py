@@ -67,7 +67,7 @@ def without_side_effects(
 
 
 class SilentLogger:
-    """Has the attributes of a logger or its experiment. Nothing done to it is logged."""
+    """Replaces a logger or its experiment: any call or attribute works, and nothing is logged."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -234,9 +234,8 @@ def _hidden_modules(value: Any, depth: int = 2) -> Iterator[nn.Module]:
     if isinstance(value, nn.Module):
         yield value
     elif depth and (kind := kind_of(type(value))) in ("container", "tuple", "object"):  # type: ignore[arg-type]
-        entries = value
-        if kind == "object" or isinstance(value, dict):
-            entries = (value if kind != "object" else getattr(value, "__dict__", {})).values()
+        entries = getattr(value, "__dict__", {}) if kind == "object" else value
+        entries = entries.values() if isinstance(entries, dict) else entries
         if len(entries) <= MAX_SEARCHED_ENTRIES:
             for entry in list(entries):
                 yield from _hidden_modules(entry, depth - 1)

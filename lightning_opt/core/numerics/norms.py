@@ -243,7 +243,7 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device.
 
-    A quantized tensor whose subclass has no norm is left out.
+    A quantized tensor whose subclass has no norm is skipped.
     """
     parts = {name: as_real(_stored(local_part(t.detach()))) for name, t in tensors.items()}
     finite: dict[str, Tensor] = {}

@@ -94,9 +94,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {
-            key: to_plain(item) for key, item in value.items() if not isinstance(item, DeviceCache)
-        }
+        kept = {key: item for key, item in value.items() if not isinstance(item, DeviceCache)}
+        return {key: to_plain(item) for key, item in kept.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
     return value

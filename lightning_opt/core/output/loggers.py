@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MAX_POINTS = 240
-"""Largest number of points of a key."""
+"""Maximum number of points per key."""
 
 
 class History:
-    """Scalars over steps by key: their means over intervals of steps, the same for all keys.
+    """Scalars by key, as means over intervals of steps. All keys have the same intervals.
 
-    An interval is one step, and doubles whenever there would be too many. A NaN stays visible. If a
-    key returns to an earlier step, its later values are dropped.
+    An interval is one step at first, and its length doubles when a key would have more than
+    :data:`MAX_POINTS`. A NaN stays visible. If a key returns to an earlier step, its later values
+    are dropped.
 
     Example:
         >>> history = History()
@@ -37,7 +38,8 @@ class History:
 
     def __init__(self) -> None:
         self.width = 1
-        self._sums: dict[str, dict[int, tuple[float, int]]] = {}  # with numbers of values
+        # By key and interval: the sum and the number of values.
+        self._sums: dict[str, dict[int, tuple[float, int]]] = {}
         self._last: dict[str, int] = {}
 
     @property
@@ -163,6 +165,5 @@ def folders_of(trainer: pl.Trainer) -> set[Path]:
     Unlike ``trainer.log_dir`` it does not broadcast, so one rank may call it alone.
     """
     paths = [getattr(each, "log_dir", None) or each.save_dir for each in trainer.loggers]
-    return {Path(path) for path in paths if isinstance(path, str)} or {
-        Path(trainer.default_root_dir)
-    }
+    found = {Path(path) for path in paths if isinstance(path, str)}
+    return found or {Path(trainer.default_root_dir)}

@@ -17,8 +17,6 @@ from lightning_opt.trainer.lightning import FSDPStrategy
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-LOGGED = ("norm", "threshold", "coefficient", "fraction", "nonfinite")
-
 OFTEN = 0.3
 """Share of clipped steps, tensors or units above which clipping counts as frequent."""
 
@@ -118,8 +116,7 @@ class AdaptiveClipping(GradientCallback):
         self._measurements.clear()  # the gradients may have changed
         if self._schedule.is_due(tally.steps):
             prefix = "clip/" if len(trainer.optimizers) == 1 else f"clip/{index}/"
-            values = tally.read()
-            log_scalars(trainer, {prefix + key: values[key] for key in LOGGED if key in values})
+            log_scalars(trainer, {prefix + key: value for key, value in tally.read().items()})
 
     def diagnose(self) -> list[Verdict]:
         """Return whether clipping is frequent."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_opt.core.arguments import check_one_of
+from lightning_opt.core.modules.sharding import flat_parameter_groups
 from lightning_opt.core.numerics.norms import GradientStep, collect_gradients, measure_norms
 from lightning_opt.core.numerics.scalars import Scalar, read_scalars, stack_scalars, to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
@@ -130,10 +131,13 @@ class GradientClipper:
     :class:`torch.amp.GradScaler` call ``scaler.unscale_(optimizer)`` first.
 
     Args:
-        module: The model whose gradients are clipped.
+        module: The model whose gradients are clipped, already wrapped if it is sharded.
         rule: A name (see :func:`resolve_rule`) or a rule.
         parameters: The parameters to clip together; all of the model's by default. With several
             optimizers use one clipper for each.
+
+    Raises:
+        ValueError: For an unknown rule, parameters of another module, and ``UnitWise`` under FSDP1.
 
     Example:
         >>> import torch
@@ -159,6 +163,9 @@ class GradientClipper:
         self._parameters = list(self._names if parameters is None else parameters)
         if any(parameter not in self._names for parameter in self._parameters):
             raise ValueError("Every parameter given must be one of the module's.")
+        self._flat = flat_parameter_groups(module)
+        if self._flat and self.rule.needs_whole_tensors:
+            raise ValueError(f"{type(self.rule).__name__} cannot clip FSDP1's flat gradients.")
         self.rule.attach(module)
         self._tally = ClipTally(self.rule)
 
@@ -169,7 +176,7 @@ class GradientClipper:
             ``norm`` before clipping, and ``threshold`` and ``coefficient`` if the rule has them:
             floats on a CPU, 0-dimensional tensors on a device.
         """
-        gradients = collect_gradients(self._parameters)
+        gradients = collect_gradients(self._parameters, self._flat)
         step = GradientStep(gradients, measure_norms(gradients), 1.0, self._names)
         self._tally.apply(self.rule, step)
         return dict(self._tally.last) if gradients.tensors else {"norm": 0.0}

@@ -102,11 +102,7 @@ class PerParameter(ClippingRule):
     """
 
     def __init__(
-        self,
-        factor: float = 1.05,
-        decay: float = 0.98,
-        warmup: int = 100,
-        warmup_norm: float = 1.0,
+        self, factor: float = 1.05, decay: float = 0.98, warmup: int = 100, warmup_norm: float = 1.0
     ) -> None:
         self.factor, self.decay = check_positive("factor", factor), check_fraction("decay", decay)
         self.warmup = check_at_least("warmup", warmup, 1)
@@ -193,9 +189,8 @@ class UnitWise(ClippingRule):
         """
         modules = list(module.modules())
         self._transposed = {part.weight for part in modules if isinstance(part, TRANSPOSED)}
-        self._linear_layers = [
-            set(part.parameters()) for part in modules if isinstance(part, nn.Linear)
-        ]
+        linear = [part for part in modules if isinstance(part, nn.Linear)]
+        self._linear_layers = [set(part.parameters()) for part in linear]
         if isinstance(self.exclude, list):
             names = [plain_name(name) for name, _ in module.named_parameters()]
             for pattern in self.exclude:

@@ -132,16 +132,14 @@ class CurvatureMonitor(RunCallback):
         # All ranks use the same seed, because they multiply the same Hessian.
         generator = torch.Generator(module.device)
         generator.manual_seed(trainer.global_step)
-        with twice_differentiable_loss(
-            NAME, trainer, module, batch, batch_idx, self.fraction
-        ) as loss:
+        context = twice_differentiable_loss(NAME, trainer, module, batch, batch_idx, self.fraction)
+        with context as loss:
             if loss is None:
                 return {}
             product = _averaged_over_ranks(hessian_product(loss, params), step_groups(trainer))
             trace = estimate_trace(product, params, self.n_samples, generator)
-            top = largest_eigenvalue(
-                product, params, self.max_iterations, self.tolerance, generator
-            )
+            limits = self.max_iterations, self.tolerance
+            top = largest_eigenvalue(product, params, *limits, generator)
             del product, loss
         # Reading the trace waits for the device, as each iteration for the sharpness has done.
         return {

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.batches import UnsplittableBatchError, read_batch, split_into
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
@@ -106,13 +107,13 @@ def twice_differentiable_loss(
             if part is batch:
                 loss = loss_of(trainer, module, copy.deepcopy(batch), batch_idx)
                 if fraction < 1:
-                    rank_zero_warn(
-                        f"{owner} uses whole batches: {why}. Set fraction=1.0 to silence this "
-                        "warning."
-                    )
+                    advice = "Set fraction=1.0 to silence this warning."
+                    rank_zero_warn(f"{owner} uses whole batches: {why}. {advice}")
         try:
             yield loss
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise RuntimeError(
                 f"{owner} could not differentiate the loss twice: {error} Replace the operator by "
                 "one with a second derivative (a fused or custom kernel often has none), or remove "

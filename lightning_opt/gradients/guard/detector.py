@@ -12,13 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.modules.sharding import Groups
-from lightning_opt.core.numerics.scalars import (
-    Condition,
-    DeviceCache,
-    Scalar,
-    move,
-    stack_scalars,
-)
+from lightning_opt.core.numerics.scalars import Condition, DeviceCache, Scalar, move, stack_scalars
 from lightning_opt.core.numerics.statistics import BEYOND, WITHIN, DeviceBands, LogBand
 
 if TYPE_CHECKING:

@@ -81,9 +81,7 @@ class DamageDetector:
     def find(self, tensors: Mapping[str, Tensor], module: nn.Module, groups: Groups) -> list[str]:
         """Return the names of tensors that are damaged on at least one rank.
 
-        All ranks must call this. It waits for the device.
-
-        The first call must come before the first step.
+        All ranks must call this, for the first time before the first step. It waits for the device.
 
         Args:
             tensors: Weights and buffers by name.

@@ -189,7 +189,7 @@ class NonFiniteGuard(GradientCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record the batch's index, and what changed between two batches."""
+        """Record the batch's index. Look for new optimizers, and back up the buffers."""
         self._batch_idx = batch_idx
         if [control.optimizer for control in self._controls] != trainer.optimizers:
             self._patch_optimizers(trainer.optimizers)
@@ -371,10 +371,8 @@ class NonFiniteGuard(GradientCallback):
         scalars = self.escalation.scalars()
         counts = ", ".join(f"{key[6:]} {value:g}" for key, value in scalars.items())
         title = f"NonFiniteGuard(policy={self.escalation.policy!r})"
-        rows = [
-            {**event, "parameters": ", ".join(event["parameters"][:2])}
-            for event in self.events[-20:]
-        ]
+        newest = self.events[-20:]
+        rows = [{**event, "parameters": ", ".join(event["parameters"][:2])} for event in newest]
         return Report(title, rows, [f"After {self._steps} steps: {counts}."])
 
     def release(self, trainer: pl.Trainer) -> None:

@@ -110,10 +110,7 @@ class Snapshot:
             # The keys of an optimizer's state are the parameters themselves, not copies.
             "states": [dict(optimizer.state) for optimizer in trainer.optimizers],
             "groups": [
-                [
-                    {key: group[key] for key in group if key != "params"}
-                    for group in own.param_groups
-                ]
+                [{key: g[key] for key in g if key != "params"} for g in own.param_groups]
                 for own in trainer.optimizers
             ],
             "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
@@ -149,9 +146,8 @@ class Snapshot:
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 for key, saved in settings.items():
                     group[key] = copy_back(saved, group.get(key))
-        for config, saved in zip(
-            trainer.lr_scheduler_configs, self._held["schedulers"], strict=True
-        ):
+        configs = trainer.lr_scheduler_configs
+        for config, saved in zip(configs, self._held["schedulers"], strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(saved))
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._held["precision"]))
         if isinstance(trainer.strategy, CustomExchange):

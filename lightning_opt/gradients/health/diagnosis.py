@@ -201,9 +201,7 @@ def _find_dead(evidence: Evidence) -> list[Issue]:
     ]
     detail = "every gradient was exactly zero at every step"
     # The dead layer nearest to the loss blocks the gradient, so it is the worst.
-    return [
-        Issue("dead", CRITICAL, layer.name, detail, badness) for badness, layer in enumerate(dead)
-    ]
+    return [Issue("dead", CRITICAL, layer.name, detail, place) for place, layer in enumerate(dead)]
 
 
 def _find_bottleneck(evidence: Evidence) -> list[Issue]:

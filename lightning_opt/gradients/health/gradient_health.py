@@ -185,9 +185,7 @@ class GradientHealth(GradientCallback):
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
         held = set(parameters_of(trainer.optimizers[index]))
-        parameters = {
-            name: parameter for parameter, name in self.names.items() if parameter in held
-        }
+        parameters = {name: own for own, name in self.names.items() if own in held}
         record.complete(parameters, scaled=loss_scale(trainer) is not None, extra=activation_issues)
         for issue in record.issues:
             if (issue.type, issue.severity) not in known and trainer.is_global_zero:
@@ -265,9 +263,6 @@ class GradientHealth(GradientCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Diagnose the steps since the last report."""
-        self._finish(trainer)
-
-    def _finish(self, trainer: pl.Trainer) -> None:
         for index, record in self._records.items():
             record.release()  # a pending report would need a collective
             if record.has_unreported_nonfinite() or (record.steps and not record.reported_step):
@@ -279,7 +274,7 @@ class GradientHealth(GradientCallback):
         """Diagnose the last steps, which may explain the exception, and release the model."""
         try:
             if self.names:
-                self._finish(trainer)
+                self.on_train_end(trainer, pl_module)
         except RuntimeError as error:  # reading a failed device raises
             log.debug("GradientHealth could not read the last steps: %s", error)
         finally:

@@ -97,8 +97,8 @@ class LayerStats:
     def flow(self) -> float:
         """RMS of the weights' gradients over steps and non-zero elements.
 
-        Zeros do not count. So an embedding of which a batch uses only a few rows stays comparable
-        with other layers.
+        Without the zeros an embedding is comparable with other layers, although a batch uses only
+        a few of its rows.
         """
         elements = sum(p.active for p in self.weights)
         return math.sqrt(sum(p.square for p in self.weights) / elements) if elements else 0.0

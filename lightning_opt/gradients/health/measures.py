@@ -20,12 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.patching import takes_hooks
-from lightning_opt.core.modules.sharding import (
-    Groups,
-    combine_shards,
-    local_part,
-    reads_are_free,
-)
+from lightning_opt.core.modules.sharding import Groups, combine_shards, local_part, reads_are_free
 from lightning_opt.core.numerics.norms import GradientStep, as_real, is_same
 from lightning_opt.core.numerics.scalars import stack_scalars, wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue

@@ -86,15 +86,12 @@ class OptimizerHealth:
         self.pending = (names, table, probe)
 
     def complete(
-        self,
-        parameters: Mapping[str, Tensor],
-        *,
-        scaled: bool,
-        extra: tuple[Issue, ...] = (),
+        self, parameters: Mapping[str, Tensor], *, scaled: bool, extra: tuple[Issue, ...]
     ) -> None:
         """Read the measurements since the last report, and diagnose them.
 
-        All ranks must call this if a report is pending. ``extra`` holds findings in activations.
+        All ranks must call this if a report is pending. ``scaled`` says whether there is a loss
+        scaler. ``extra`` holds findings in activations.
         """
         totals = self._read(parameters)
         self._window, self._first = NormWindow(), self.steps + 1
@@ -181,20 +178,17 @@ class OptimizerHealth:
 
     def has_unreported_nonfinite(self) -> bool:
         """Return whether any norm since the last report is not finite. Waits for the device."""
-        return any(
-            not math.isfinite(total)
-            for _, rows in self._window.move_to_host()
-            for total in rows[:, 0]
-        )
+        blocks = self._window.move_to_host()
+        return any(not math.isfinite(total) for _, rows in blocks for total in rows[:, 0])
 
     def state_dict(self) -> dict[str, Any]:
-        window = [[list(names), rows.tolist()] for names, rows in self._window.move_to_host()]
+        window = self._window.move_to_host()
         return {
             **{name: getattr(self, name) for name in COUNTS},
             "first": self._first,
             "streak": self._streak,
             "timeline": [dict(entry) for entry in self.timeline],
-            "window": window,
+            "window": [[list(names), rows.tolist()] for names, rows in window],
             "persistence": self._persistence.state_dict(),
         }
 

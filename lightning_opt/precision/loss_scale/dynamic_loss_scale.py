@@ -167,9 +167,7 @@ class DynamicLossScale(BaseMixedPrecision):
         every_n_steps: int = 50,
     ) -> None:
         if check_positive("min_scale", min_scale) > check_positive("init_scale", init_scale):
-            raise ValueError(
-                f"min_scale must be at most init_scale, {init_scale}, got {min_scale}."
-            )
+            raise ValueError(f"min_scale must be at most init_scale={init_scale}, got {min_scale}.")
         self._settings: dict[str, Any] = {
             "init_scale": float(init_scale),
             "growth_interval": check_at_least("growth_interval", growth_interval, 1),
@@ -242,7 +240,8 @@ class DynamicLossScale(BaseMixedPrecision):
             self._skips_to_hold += last_skipped
         due = self._schedule.is_due(self._steps)
         if due:
-            log_scalars(model.trainer, self._scalars())
+            state, keys = self.scaler.state_dict(), ("scale", "skipped", "overflows")
+            log_scalars(model.trainer, {f"loss_scale/{key}": float(state[key]) for key in keys})
         if due or not isinstance(last_skipped, Tensor):
             self._raise_if_collapsed()
         return result
@@ -269,11 +268,8 @@ class DynamicLossScale(BaseMixedPrecision):
     def state_dict(self) -> dict[str, Any]:
         """Return scale and counts as plain numbers. Waits for the device."""
         self._count_skips(self._delayed.flush())
-        return {
-            **self.scaler.state_dict(),
-            "steps": self._steps,
-            "skips_to_hold": self._skips_to_hold,
-        }
+        own = {"steps": self._steps, "skips_to_hold": self._skips_to_hold}
+        return self.scaler.state_dict() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`, or the state of Lightning's own plugin."""
@@ -290,10 +286,6 @@ class DynamicLossScale(BaseMixedPrecision):
     def __getstate__(self) -> dict[str, Any]:
         """Drop the reference to the model, which exists only in this process."""
         return {**self.__dict__, "_module": None}
-
-    def _scalars(self) -> dict[str, float]:
-        state = self.scaler.state_dict()
-        return {f"loss_scale/{key}": float(state[key]) for key in ("scale", "skipped", "overflows")}
 
     def _raise_if_collapsed(self) -> None:
         stuck = int(self.scaler.stuck)

@@ -35,7 +35,7 @@ class Bucket(Residual):
         parts: See above.
         exchange: Exchanges the bucket; None until it is first compressed.
         compressor: The compressor of ``exchange``.
-        may_be_nonzero: Whether ``committed`` may hold anything.
+        may_be_nonzero: Whether ``committed`` may have values other than 0.
     """
 
     def __init__(self, committed: Tensor, parts: Mapping[str, slice]) -> None:

@@ -35,7 +35,7 @@ RAMP_FACTOR = 4
 """Each stage of a ramp sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
 
 MAX_RAMP = 30
-"""Longest default ramp, in steps in which each element could be sent once: 3,000 steps for 1%."""
+"""Longest default ramp, as a multiple of ``1 / ratio`` steps: 3,000 steps for 1%."""
 
 
 class Ramp:
@@ -84,7 +84,7 @@ class AutoChoice:
     The slowest rank's step times count, so all ranks choose alike.
 
     Args:
-        schemes: The schemes, the gentlest for the gradients first: None, for uncompressed.
+        schemes: The schemes, the least compressed first: None, for uncompressed.
         warmup_steps: Uncompressed backward passes before the first trial.
         device: Device of the gradients. Until the choice, each timed step waits for it.
 
@@ -103,7 +103,7 @@ class AutoChoice:
         """Restore the choice of a checkpoint by its :attr:`name`; None to choose."""
         names = [name_of(scheme) for scheme in self.schemes]
         self.choice = names.index(name) if name in names else None
-        self._place = -1 - self._warmup_steps  # of the latest backward pass among the trials'
+        self._place = -1 - self._warmup_steps  # of the latest backward pass; trials start at 0
         self._step_start = 0.0
         self._seconds: dict[int, list[float]] = defaultdict(list)  # of the steps of each trial
         self._medians: list[float] = []
@@ -113,7 +113,7 @@ class AutoChoice:
         return None if self.choice is None else name_of(self.schemes[self.choice])
 
     def begin_step(self) -> Scheme:
-        """Return how to send the buckets of a step. Called at its first bucket."""
+        """Return the scheme of a step. Called at its first bucket."""
         if self.choice is None:
             trial = self._begin_trial_step()
             if trial < len(self.schemes):

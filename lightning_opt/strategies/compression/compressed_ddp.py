@@ -16,11 +16,7 @@ from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.strategies.compression.buckets import clip_locally
-from lightning_opt.strategies.compression.choice import (
-    AutoChoice,
-    Ramp,
-    Scheme,
-)
+from lightning_opt.strategies.compression.choice import AutoChoice, Ramp, Scheme
 from lightning_opt.strategies.compression.exchange import all_reduce_mean
 from lightning_opt.strategies.compression.hook import CompressedReduction
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
@@ -142,7 +138,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         return None if self._auto is None else self._auto.report()
 
     def configure_ddp(self) -> None:
-        """Wrap the model. Small buckets of 8 or 4 bits travel while the next ones are encoded."""
+        """Wrap the model. With 8 or 4 bits on a CPU, small buckets overlap sending and encoding."""
         if isinstance(self.compressor, Quantize) and self.root_device.type == "cpu":
             self._ddp_kwargs.setdefault("bucket_cap_mb", 8)
         super().configure_ddp()
@@ -245,7 +241,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             self._auto.restore(state.get("choice"))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint with its residuals: now, or when the model is wrapped."""
+        """Load a checkpoint. Residuals are restored now, or when the optimizers are created."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         if self._reduction is not None:  # during a run, for example by a learning-rate finder
             self._load_state(self._resumed or {})

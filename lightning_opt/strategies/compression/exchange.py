@@ -94,6 +94,7 @@ class Exchange(ABC):
     """
 
     sent_bytes: int
+    _codec: Codec
 
     def __init__(self, residual: Residual) -> None:
         self.residual = residual
@@ -134,7 +135,7 @@ class Exchange(ABC):
     @property
     def bound(self) -> Scalar | None:
         """The threshold that the codec has learned, if it learns one."""
-        return None
+        return self._codec.bound
 
 
 class GatherExchange(Exchange):
@@ -146,9 +147,7 @@ class GatherExchange(Exchange):
         bound: The threshold that an earlier codec has learned.
     """
 
-    def __init__(
-        self, compressor: Compressor, residual: Residual, bound: float | None = None
-    ) -> None:
+    def __init__(self, compressor: Compressor, residual: Residual, bound: float | None) -> None:
         super().__init__(residual)
         committed = residual.committed
         self._codec = compressor.codec(len(committed), committed.device)
@@ -183,10 +182,6 @@ class GatherExchange(Exchange):
 
         future = collect_all([work.get_future() for work in works]).then(finish_pieces)
         return future
-
-    @property
-    def bound(self) -> Scalar | None:
-        return self._codec.bound
 
     @property
     def selected(self) -> int:
@@ -236,9 +231,8 @@ class TwoStageExchange(Exchange):
             encode(codec, self.residual.pending[shard], non_finite)
         future: Future[Tensor]
         if not reads_are_free(gradient.device):
-            work = dist.all_to_all_single(
-                self._received, self._sent, group=self._group, async_op=True
-            )
+            tensors = self._received, self._sent
+            work = dist.all_to_all_single(*tensors, group=self._group, async_op=True)
 
             def finish(first_stage: Future[list[Tensor]]) -> Tensor:
                 first_stage.value()  # raises its error

@@ -198,10 +198,9 @@ class CompressedReduction:
         if bucket.compressor is not compressor:
             bucket.by_parameter()  # folds the residuals of the earlier exchange
             bucket.compressor, bucket.exchange = compressor, None
-            if self._own_group is not None and isinstance(compressor, Quantize):
-                bucket.exchange = TwoStageExchange(
-                    compressor, bucket, self._own_group, self._worker
-                )
+            group = self._own_group
+            if group is not None and isinstance(compressor, Quantize):
+                bucket.exchange = TwoStageExchange(compressor, bucket, group, self._worker)
             elif compressor is not None:
                 bound = self._bounds.get(next(iter(parameters)))
                 bucket.exchange = GatherExchange(compressor, bucket, bound)

@@ -44,8 +44,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
     step is then added to the replica's progress since.
 
     Before a validation, a checkpoint and the end of the fit, all replicas take the mean of their
-    weights and buffers (uncompressed, without outer step), so these see one model. A checkpoint
-    also averages the optimizers' states; it resumes exactly, at any number of processes.
+    weights and buffers (uncompressed, without outer step), so all of them have the same model. A
+    checkpoint also averages the optimizers' states; it resumes exactly, at any number of processes.
 
     Each replica has its own learning rate, clipping, guards, loss scale and accumulation;
     schedulers count local steps. All replicas must take the same number of steps. A replica whose
@@ -62,8 +62,9 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     Args:
         sync_every: Optimizer steps per window, H in the papers.
-        outer_lr: Learning rate of the outer steps; None for the best at ``sync_every``.
-        outer_momentum: Nesterov momentum of the outer steps; None for the best at ``sync_every``.
+        outer_lr: Learning rate of the outer steps. None for 1.0 if ``sync_every`` is at most 16,
+            else 0.7: the best in benchmarks.
+        outer_momentum: Nesterov momentum of the outer steps. None for 0.0 or 0.8, likewise.
         fragments: Number of parts of the model that take turns.
         delay: Optimizer steps that the exchange of a fragment may take; 0 to wait for it.
         compression: ``"int8"``, ``"int4"`` or ``"float32"``: the format of sent pseudo-gradients.

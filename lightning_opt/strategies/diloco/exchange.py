@@ -1,8 +1,9 @@
-"""Averages pseudo-gradients, in compressed messages, and the other state of replicas.
+"""Averages the pseudo-gradients of replicas in compressed messages, and their other state.
 
-A pseudo-gradient is averaged over the replicas whose values are finite. Each replica sends every
-other one its shard, and gathers the compressed means: twice the message, for any number of
-replicas. All decode the same bytes, so all get the same bits.
+A pseudo-gradient is averaged over the replicas whose values are finite. Each replica sends each
+other replica one shard, averages its own shard, and gathers the compressed means. It sends less
+than twice the message at any number of replicas. All decode the same bytes, so all get the same
+bits.
 """
 
 from __future__ import annotations
@@ -62,11 +63,8 @@ def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGro
     ddp_group, _ = dist.new_subgroups(processes, timeout=timeout)
     local_group, _ = dist.new_subgroups(processes, timeout=timeout)
     index, local_rank = divmod(dist.get_rank(), processes)
-    is_leader = local_rank == 0
-    replicas = Replicas(
-        len(firsts), index, leaders, is_leader, local_group if processes > 1 else None
-    )
-    return replicas, ddp_group
+    own_group = local_group if processes > 1 else None
+    return Replicas(len(firsts), index, leaders, local_rank == 0, own_group), ddp_group
 
 
 Outcome: TypeAlias = tuple[Tensor | None, bool, int]
@@ -102,7 +100,7 @@ def exchange(
 
 
 def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor | None, int]:
-    """Return the mean of the finite replicas' residuals, which become 0, and the bytes sent."""
+    """Return the mean of the finite replicas' residuals and the bytes sent. Sets them to 0."""
     own = residual if finite else torch.zeros_like(residual)
     total = functional.pad(own, (0, 1), value=float(finite)).to(_message_device(residual))
     residual.mul_(not finite)
@@ -118,7 +116,10 @@ def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor
 def _average_compressed(
     residual: Tensor, finite: bool, replicas: Replicas, compressor: Quantize
 ) -> tuple[Tensor | None, int]:
-    """Return the mean of the finite replicas' residuals and the bytes sent; the rest stays."""
+    """Return the mean of the finite replicas' residuals and the bytes sent.
+
+    The unsent rest stays in ``residual``.
+    """
     count, numel, sent_bytes = replicas.count, residual.numel(), 0
     size = -(-numel // (count * compressor.block)) * compressor.block
     codec = compressor.codec(size, residual.device)

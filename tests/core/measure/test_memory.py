@@ -3,6 +3,7 @@
 import gc
 import sys
 from mmap import PAGESIZE
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from lightning_opt.core.measure.memory import (
     live_bytes,
     malloc_info,
     malloc_trim,
+    peak_memory,
     resident_memory,
 )
 
@@ -27,6 +29,11 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads L
 
 def test_resident_memory_agrees_with_psutil():
     assert resident_memory() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
+
+
+def test_current_memory_replaces_a_peak_that_the_kernel_does_not_record(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self: "VmRSS:\t100 kB\n")  # as under gVisor
+    assert peak_memory(CPU) == pytest.approx(resident_memory(), rel=0.1)
 
 
 @linux

@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import lightning_opt as lo
 from lightning_opt.core.modules.sharding import flat_parameter_groups, summed_part
 from lightning_opt.core.numerics.norms import collect_gradients, measure_norms, parameters_of
+from lightning_opt.gradients.clipping.gradient_clipper import GradientClipper
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of, whole
 from tests.helpers.processes import launch
 from tests.helpers.syncs import take_device_path
@@ -273,7 +274,7 @@ def measure_meshes() -> tuple[list[float], float]:
     return norms.per_tensor, norms.total
 
 
-def measure_no_shard() -> tuple[float, list[float], int]:
+def measure_no_shard() -> tuple[float, list[float], int, float]:
     """Wrap an unsharded unit and one with two replicas. Lightning has one setting for all units."""
     model = SmallNet(widths=(3,)).layer
     strategies = torch.distributed.fsdp.ShardingStrategy
@@ -291,7 +292,10 @@ def measure_no_shard() -> tuple[float, list[float], int]:
     nn.functional.mse_loss(model(inputs), targets).backward()
     flat = flat_parameter_groups(model)
     norms = measure_norms(collect_gradients(model.parameters(), flat))
-    return norms.total, norms.per_tensor, len(flat)
+    with pytest.raises(ValueError, match="UnitWise cannot clip FSDP1's"):
+        GradientClipper(model, "unit_wise")
+    in_a_loop = float(GradientClipper(model, "fixed_norm").clip()["norm"])
+    return norms.total, norms.per_tensor, len(flat), in_a_loop
 
 
 def measure_on_four_ranks() -> tuple[Any, Any]:
@@ -322,7 +326,8 @@ def test_unsharded_fsdp1_units_are_not_summed_over_ranks(four_ranks):
         sum(p.grad.double().square().sum().item() for p in plain[index].parameters())
         for index in (0, 2)
     ]
-    for _, (total, per_tensor, sharded) in four_ranks:
+    for _, (total, per_tensor, sharded, in_a_loop) in four_ranks:
+        assert in_a_loop == total
         assert per_tensor == pytest.approx([math.sqrt(square) for square in squares], rel=1e-5)
         assert total == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
         assert sharded > 0

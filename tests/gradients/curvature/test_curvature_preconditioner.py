@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.gradients.curvature import curvature_preconditioner
 from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
 from lightning_opt.gradients.curvature.hessian import random_signs
 from tests.gradients.curvature.test_hessian import flat
@@ -190,6 +191,15 @@ def test_operator_without_second_derivative_raises():
 
     with pytest.raises(RuntimeError, match=r"could not differentiate the loss twice.*once_differ"):
         fit(OnceDifferentiableNet(), preconditioner())
+
+
+def test_out_of_memory_is_not_called_a_missing_derivative(monkeypatch):
+    def raise_out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(curvature_preconditioner, "sample_diagonal", raise_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
+        fit(SmallNet(), preconditioner())
 
 
 def test_logged_values_match_the_average():

@@ -389,7 +389,7 @@ def test_another_model_resets_the_scale():
 
 
 def test_invalid_argument_raises():
-    with pytest.raises(ValueError, match=r"min_scale must be at most init_scale, 2\.0"):
+    with pytest.raises(ValueError, match=r"min_scale must be at most init_scale=2\.0, got"):
         lo.DynamicLossScale(init_scale=2.0, min_scale=4.0)
 
 
