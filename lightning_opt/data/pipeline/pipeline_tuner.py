@@ -98,10 +98,7 @@ class DataPipelineTuner(RunCallback):
     """
 
     def __init__(
-        self,
-        max_workers: int | None = None,
-        budget_seconds: float = 20.0,
-        verbose: bool = True,
+        self, max_workers: int | None = None, budget_seconds: float = 20.0, verbose: bool = True
     ) -> None:
         if max_workers is not None:
             check_at_least("max_workers", max_workers, 0)

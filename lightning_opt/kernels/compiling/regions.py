@@ -69,11 +69,7 @@ class Region:
     """
 
     def __init__(
-        self,
-        name: str,
-        modules: Sequence[nn.Module],
-        modes: Sequence[str],
-        options: CompileOptions,
+        self, name: str, modules: Sequence[nn.Module], modes: Sequence[str], options: CompileOptions
     ) -> None:
         self.name = name
         self.options = options
