@@ -77,7 +77,8 @@ def advanced() -> Preset:
               "up to 20 s before the first step; workers need memory", _why_not_workers)
         .plus(GarbageCollection, None,
               "all ranks collect garbage at the same step; otherwise each waits for the others",
-              "objects in reference cycles live for up to 100 steps", _excluded_by_single_process)
+              "objects in reference cycles live for up to 100 steps",
+              lambda s: None if s.processes > 1 else "there is only one process")
     )  # fmt: skip
 
 
@@ -218,10 +219,6 @@ def _why_not_workers(situation: Situation) -> str | None:
     return None
 
 
-def _excluded_by_single_process(situation: Situation) -> str | None:
-    return None if situation.processes > 1 else "there is only one process"
-
-
 def _why_not_accumulation(situation: Situation) -> str | None:
     if (situation.arguments.get("accumulate_grad_batches") or 1) == 1:
         return "accumulate_grad_batches is not set"
@@ -239,5 +236,4 @@ def _why_not_compression(situation: Situation) -> str | None:
 
 def _compile_scope(situation: Situation) -> dict[str, Any]:
     # Each hook that gathers sharded parameters would break a graph of the whole model.
-    scope = "regions" if situation.strategy == "fsdp2" else "model"
-    return {"scope": scope}
+    return {"scope": "regions" if situation.strategy == "fsdp2" else "model"}

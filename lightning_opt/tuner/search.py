@@ -230,8 +230,7 @@ class Search:
         return min(scores, key=scores.__getitem__, default=None)
 
     def _best(self) -> Switches:
-        scores = {names: outcome.score for names, outcome in self.outcomes.items()}
-        return min(scores, key=lambda names: (scores[names], len(names)))
+        return min(self.outcomes, key=lambda names: (self.outcomes[names].score, len(names)))
 
     def _try_group(self, group: Sequence[str]) -> None:
         """Try each switch with the earlier switches that gain. Then try all that gain together."""
