@@ -27,7 +27,7 @@ class Splitter:
     Args:
         split: The user's function, or None.
         loss: One of ``LOSSES``.
-        count: For a mean over tokens, the user's function that counts them.
+        count: The user's function that counts tokens, for a mean over tokens; else None.
 
     Attributes:
         several_loaders: Whether a batch has one entry per loader.

@@ -119,7 +119,7 @@ class GradientAccumulator:
         return total
 
     def reset(self) -> None:
-        """Reset sums and weights. ``Parameter.grad`` stays."""
+        """Reset sums and weights. ``Parameter.grad`` is kept."""
         self._sums, self._total, self.batches = {}, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:

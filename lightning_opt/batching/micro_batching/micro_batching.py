@@ -64,12 +64,11 @@ class MicroBatching(RunCallback):
         size: Maximum samples per micro-batch, or ``"auto"``.
         regrow_every: Batches before the next attempt at twice the size, at least 1.
         split: For batches that are not made of tensors with one row per sample: a function
-            ``split(batch, parts)`` that returns a list of pairs ``(part,
-            samples)``, with ``parts`` entries.
+            ``split(batch, parts)`` that returns ``parts`` pairs ``(part, samples)``.
         loss: The kind of loss: ``"mean_over_samples"``, ``"mean_over_tokens"``, which needs
             ``count``, or ``"sum"``.
-        count: A function of a micro-batch that returns the number of tokens
-            over which the loss is a mean: a number or a 0-dimensional tensor.
+        count: A function that returns the number of tokens that a micro-batch's loss averages: a
+            number or a 0-dimensional tensor.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range. In ``setup`` under manual

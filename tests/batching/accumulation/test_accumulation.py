@@ -219,7 +219,7 @@ def test_effective_batch_sets_window_length_and_estimated_steps():
 
 @ignore_leaf_spec
 def test_rounding_of_effective_batch_warns():
-    with pytest.warns(UserWarning, match="no multiple of the 4 samples"):
+    with pytest.warns(UserWarning, match="not a multiple of the 4 samples"):
         _, steps, _ = train(lo.Accumulation(effective_batch=11))
     assert len(steps[0]) == 12
     assert batches_for(24, DataLoader(Texts(29), batch_size=4), ranks=3) == 2
