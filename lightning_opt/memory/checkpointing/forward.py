@@ -30,17 +30,8 @@ from lightning_opt.memory.checkpointing.selective import ContextPair, Selection
 from lightning_opt.memory.checkpointing.written_state import Key, Saved, WrittenState
 
 PLAIN_TYPES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    nn.Module,
-)
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module,
+)  # fmt: skip
 PLAIN_LEAVES = (Tensor, *PLAIN_TYPES)
 # Maximum depth to which nested attributes and items are compared. Key-value caches need it.
 MAX_DEPTH = 5
