@@ -105,11 +105,10 @@ class AttentionBackend(RunCallback):
         if not self._is_compiled:
             self._recorder = CallRecorder(self._calls)
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop recording, and warn if math is used."""
         if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+            self.release(trainer)
             self._warn_of_math()
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
