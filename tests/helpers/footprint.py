@@ -181,6 +181,6 @@ def counts_in(owner: object, seen: tuple[int, ...] = ()) -> dict[str, Any]:
             counts[name] = value
         elif type(value).__module__.startswith("lightning_opt") and id(value) not in seen:
             counts[name] = counts_in(value, (*seen, id(owner)))
-        elif isinstance(value, list | tuple | dict | deque | set) and name != "pauses":  # of gc
+        elif isinstance(value, list | tuple | dict | deque | set):
             counts[name] = len(value)
     return counts

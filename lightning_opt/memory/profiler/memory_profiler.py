@@ -257,7 +257,7 @@ class MemoryProfiler(RunCallback):
         records = (r for r in self.profile.records if r.step == last.step and r.parts is not None)
         largest = max(records, key=lambda record: record.live)
         values |= {f"{name}_mb": part / MB for name, part in (largest.parts or {}).items()}
-        values["gc_pause_ms"] = 1e3 * sum(self.profile.pauses)
+        values["gc_pause_ms"] = 1e3 * self.profile.pauses[1]
         if self._device.type == "cuda":
             reserved = torch.cuda.memory_reserved(self._device)
             values["reserved_mb"] = reserved / MB

@@ -166,8 +166,8 @@ class SavedTensorCounter:
 
 
 @contextmanager
-def timing_collections(seconds: list[float]) -> Iterator[None]:
-    """Append the duration of every garbage collection of this process to ``seconds``."""
+def timing_collections(pauses: list[float]) -> Iterator[None]:
+    """Add every garbage collection of this process to :attr:`MemoryProfile.pauses`."""
     start = 0.0
 
     def record(phase: str, info: dict[str, Any]) -> None:
@@ -175,7 +175,8 @@ def timing_collections(seconds: list[float]) -> Iterator[None]:
         if phase == "start":
             start = perf_counter()
         elif start:
-            seconds.append(perf_counter() - start)
+            seconds = perf_counter() - start
+            pauses[:] = pauses[0] + 1, pauses[1] + seconds, max(pauses[2], seconds)
 
     gc.callbacks.append(record)
     try:
@@ -216,7 +217,7 @@ class MemoryProfile:
         peaks: Peaks of each phase, one per profiled step, in bytes.
         exact: Whether the peaks were measured, not only memory at the two ends of a phase.
         source: The counter of live memory.
-        pauses: Seconds of each garbage collection.
+        pauses: Number of garbage collections, their total seconds, and the longest.
         modules: Tensors that autograd saved in one step, by module.
     """
 
@@ -224,7 +225,7 @@ class MemoryProfile:
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
     peaks: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     exact: bool = True
-    pauses: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=lambda: [0.0] * 3)
     modules: list[SavedBytes] = field(default_factory=list)
 
     def latest(self, name: str) -> Record:
@@ -273,9 +274,10 @@ class MemoryProfile:
                 "Peaks were measured only at the two ends of each phase, because operators cannot "
                 "be counted (compiled parts, sharded parameters)."
             )
-        if self.pauses:
+        number, total, longest = self.pauses
+        if number:
             notes.append(
-                f"Garbage collection: {len(self.pauses)} times, {sum(self.pauses):.3g} s, the "
-                f"longest {1e3 * max(self.pauses):.3g} ms."
+                f"Garbage collection: {number:.0f} times, {total:.3g} s, the longest "
+                f"{1e3 * longest:.3g} ms."
             )
         return notes

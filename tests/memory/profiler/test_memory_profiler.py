@@ -233,7 +233,7 @@ def test_run_logs_peaks_and_categories():
     row = next(row for row in profiler.report().rows if row["phase"] == "backward")
     assert row["peak MB"] == max(profiler.profile.peaks["backward"]) / MB
     assert row["gradients MB"] == WEIGHTS / MB
-    assert len(profiler.profile.pauses) >= 16
+    assert profiler.profile.pauses[0] >= 16
     assert "Garbage collection" in str(profiler.report())
 
 
