@@ -428,6 +428,14 @@ def test_accumulator_resume_is_bit_identical(dtype):
         assert torch.equal(a, b)
 
 
+def test_accumulator_gradients_stay_finite_if_tensor_weights_sum_to_zero():
+    module = nn.Linear(2, 1)
+    accumulator = lo.GradientAccumulator(module)
+    accumulator.backward(module(torch.ones(1, 2)).mean(), weight=torch.tensor(0.0))
+    assert accumulator.average() == 0.0
+    assert not module.weight.grad.any()
+
+
 def test_accumulator_wrong_arguments_raise():
     with pytest.raises(ValueError, match="dtype"):
         lo.GradientAccumulator(nn.Linear(2, 2), dtype=torch.bfloat16)
