@@ -97,6 +97,10 @@ class DataPipelineTuner(RunCallback):
         >>> trainer = L.Trainer(callbacks=[tuner], logger=False)
     """
 
+    only_one = True
+    runs_in_trials = False
+    not_pickled = ("_loader",)
+
     def __init__(
         self, max_workers: int | None = None, budget_seconds: float = 20.0, verbose: bool = True
     ) -> None:
@@ -106,10 +110,6 @@ class DataPipelineTuner(RunCallback):
         self.budget_seconds = check_positive("budget_seconds", budget_seconds)
         self.verbose = verbose
         self._reset()
-
-    only_one = True
-    runs_in_trials = False
-    not_pickled = ("_loader",)
 
     def _reset(self) -> None:
         self.chosen: LoaderSettings | None = None

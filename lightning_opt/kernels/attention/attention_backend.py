@@ -126,10 +126,9 @@ class AttentionBackend(RunCallback):
         return Report("Attention backends", list(self._calls.values()), notes)
 
     def _warn_of_math(self) -> None:
-        math_rows = [row for row in self._calls.values() if row["backend"] == "math"]
-        if not math_rows:
+        row = next((row for row in self._calls.values() if row["backend"] == "math"), None)
+        if row is None:
             return
-        row = math_rows[0]
         rank_zero_warn(
             f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
             f"mask {row['mask']}, dropout {row['dropout']:g} uses math, which is correct "
