@@ -117,8 +117,7 @@ class Accumulation(RunCallback):
             check_at_least("effective_batch", effective_batch, 1)
             self.accumulates_by = "effective_batch"
         self._count = count
-        loss = "mean_over_samples" if count is None else "mean_over_tokens"
-        self._splitter = Splitter(None, loss, self._count)
+        self._splitter = Splitter(None, count)
         self._trainer: pl.Trainer | None = None
         self._stack = Patches()
         self._make_step: Any = None  # set while training
@@ -143,8 +142,7 @@ class Accumulation(RunCallback):
         if stage != "fit":
             return
         self.release(trainer)
-        counts = self._count is not None or self.normalize != "batches"
-        _check(trainer, pl_module, counts, sets_length=bool(self.accumulates_by))
+        _check(trainer, pl_module, self.normalize != "batches", bool(self.accumulates_by))
         self._trainer = trainer
         if not self.accumulates_by:
             return
@@ -190,7 +188,7 @@ class Accumulation(RunCallback):
         if self._is_open and self.schedule is not None:
             trainer.accumulate_grad_batches = self._length  # of the resumed window
         self._splitter.several_loaders = has_several_loaders(trainer)
-        if self._count is not None or self.normalize != "batches":
+        if self.normalize != "batches":
             self._split_check = SplitCheck(self._splitter, runs_parts=False)
         self._make_step = optimization._make_step_fn
         self._make_zero_grad = optimization._make_zero_grad_fn

@@ -13,7 +13,7 @@ from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
 from lightning_opt.batching.micro_batching.ranks import DDPRanks, GlooRanks, Ranks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
-from lightning_opt.batching.splitting import LOSSES, Splitter
+from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import step_groups
@@ -97,14 +97,14 @@ class MicroBatching(RunCallback):
         self.size = size if size == "auto" else check_at_least("size", size, 1)
         self.runs_in_trials = size != "auto"  # a trial must receive out-of-memory errors
         self.regrow_every = check_at_least("regrow_every", regrow_every, 1)
-        check_one_of("loss", loss, LOSSES)
+        check_one_of("loss", loss, ("mean_over_samples", "mean_over_tokens", "sum"))
         if (loss == "mean_over_tokens") != (count is not None):
             raise ValueError(
                 f"loss='mean_over_tokens' needs count=..., a function of the batch such as "
                 f"`lambda batch: (batch['labels'] != -100).sum()`, and other losses accept none; "
                 f"got loss={loss!r} and count={count!r}."
             )
-        self._splitter = Splitter(split, loss, count)
+        self._splitter = Splitter(split, count, is_sum=loss == "sum")
         self._stack = Patches()
         self._sizes = LearnedSizes(self.regrow_every)
 
