@@ -68,7 +68,8 @@ def advanced() -> Preset:
         .plus(AttentionBackend, None,
               "a warning where torch's slow attention kernel is used",
               "inspects the first batch")
-        .plus(CompileModel, _compile_scope,
+        # Under FSDP2, each hook that gathers parameters would break a graph of the whole model.
+        .plus(CompileModel, lambda s: {"scope": "regions" if s.strategy == "fsdp2" else "model"},
               "torch.compile, for runs of at least several minutes",
               "seconds to minutes in the first steps, and again for new shapes",
               _why_not_compile)
@@ -229,11 +230,3 @@ def _why_not_compression(situation: Situation) -> str | None:
     if situation.nodes == 1:
         return "all processes are on one machine, without a network between them"
     return None if situation.device in ("cpu", "cuda") else f"not tested on {situation.device!r}"
-
-
-# --- settings that depend on the situation --------------------------------------------------------
-
-
-def _compile_scope(situation: Situation) -> dict[str, Any]:
-    # Each hook that gathers sharded parameters would break a graph of the whole model.
-    return {"scope": "regions" if situation.strategy == "fsdp2" else "model"}
