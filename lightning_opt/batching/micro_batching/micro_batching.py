@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, default_collate
 
 from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
@@ -233,4 +233,5 @@ def _has_equal_batches(trainer: pl.Trainer) -> bool:
         isinstance(loader, DataLoader)
         and isinstance(loader.sampler, DistributedSampler)
         and type(loader.batch_sampler) is BatchSampler
+        and loader.collate_fn is default_collate  # others may drop samples
     )
