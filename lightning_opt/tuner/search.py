@@ -29,7 +29,7 @@ TOO_SLOW = 1.5
 """Ratio of step times above which a trial for throughput stops early."""
 
 MAX_EFFECT_TO_ADD = 1.1
-"""Maximum effect of a switch that is added to the best configuration. An effect of 1 is none."""
+"""Maximum effect of a switch that is added to the best configuration. Below 1, it is a gain."""
 
 MAX_OVER_PREDICTED = 1.04
 """Maximum ratio between a configuration's score and the product of its switches' effects. Above it,
