@@ -8,8 +8,8 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-# The exports stand in `__init__.pyi`. Each is imported when it is first used: torch and Lightning
-# take seconds, which a command line that only shows its help need not.
+# The exports are listed in `__init__.pyi`. Each is imported on first use: importing torch and
+# Lightning takes seconds, and `lightning-opt --help` needs neither.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
@@ -31,7 +31,7 @@ class _StrategyStrings(importlib.machinery.PathFinder):
 
     @staticmethod
     def register(package: str, _: object = None) -> None:
-        """Register them with one package."""
+        """Register the strategy strings with one package."""
         from lightning_opt.strategies.strategy_strings import register_strategies
 
         register_strategies(importlib.import_module(f"{package}.strategies").StrategyRegistry)

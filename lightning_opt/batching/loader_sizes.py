@@ -103,14 +103,14 @@ def intercepted_loaders(
     are restored.
     """
     original = trainer.strategy.process_dataloader
-    sizes: WeakKeyDictionary[DataLoader[Any], tuple[int, Any]] = WeakKeyDictionary()
+    sizes: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
 
     def process_dataloader(dataloader: Any) -> Any:
         loader: Any = original(dataloader)
         if trainer.training:
             size = batch_size_of(loader)
             if size is not None:
-                sizes.setdefault(loader, (size, loader.batch_size))
+                sizes.setdefault(loader, size)
             on_training_loader(loader)
         return loader
 
@@ -118,6 +118,5 @@ def intercepted_loaders(
         with replaced(trainer.strategy, process_dataloader=process_dataloader):
             yield
     finally:
-        for loader, (sampler_size, loader_size) in sizes.items():
-            loader.batch_sampler.batch_size = sampler_size  # type: ignore[union-attr]
-            object.__setattr__(loader, "batch_size", loader_size)
+        for loader, size in sizes.items():
+            set_batch_size(loader, size)

@@ -18,16 +18,14 @@ from lightning_opt.core.modules.batches import (
 Pieces: TypeAlias = Sequence[tuple[Any, int]]
 """Parts of a batch, each with its number of samples."""
 
-LOSSES = ("mean_over_samples", "mean_over_tokens", "sum")
-
 
 class Splitter:
     """Splits batches and weights the losses of the parts.
 
     Args:
         split: The user's function, or None.
-        loss: One of ``LOSSES``.
-        count: For a mean over tokens, the user's function that counts them.
+        count: The user's function that counts tokens, for a mean over tokens; else None.
+        is_sum: Whether the loss is a sum over samples.
 
     Attributes:
         several_loaders: Whether a batch has one entry per loader.
@@ -36,10 +34,10 @@ class Splitter:
     def __init__(
         self,
         split: Callable[[Any, int], Pieces] | None,
-        loss: str,
         count: Callable[[Any], Any] | None,
+        is_sum: bool = False,
     ) -> None:
-        self._split, self._loss, self._count = split, loss, count
+        self._split, self._count, self._is_sum = split, count, is_sum
         self.several_loaders = False
 
     def split(self, batch: Any, parts: int) -> Pieces:
@@ -74,7 +72,7 @@ class Splitter:
 
     def shares(self, pieces: Pieces) -> list[Any]:
         """Return the factor on each part's loss: a number, or a tensor that stays on its device."""
-        if len(pieces) == 1 or self._loss == "sum":
+        if len(pieces) == 1 or self._is_sum:
             return [1.0] * len(pieces)
         weights: list[Any] = [samples for _, samples in pieces]
         if self._count is not None:

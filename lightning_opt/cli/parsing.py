@@ -9,12 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jsonargparse import (  # type: ignore[attr-defined]
-    ActionConfigFile,
-    ArgumentError,
-    DefaultHelpFormatter,
-    Namespace,
-)
+from jsonargparse import ActionConfigFile, ArgumentError, DefaultHelpFormatter, Namespace  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from lightning_opt.cli.main import UsageError

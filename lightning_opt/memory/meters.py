@@ -134,10 +134,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor)
     trial.param_groups = [{**group, "params": [sample]}]
     trial.state = defaultdict(dict)
     # Many optimizers read a value after creating their state, which fails on the meta device.
-    with (
-        torch.no_grad(),
-        suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError),
-    ):
+    with torch.no_grad(), suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         inspect.unwrap(type(trial).step)(trial)  # without hooks and schedulers' wrappers
     # Step counters do not grow with the parameter.
     return sum(value.nbytes for value in state_tensors([trial]) if value.numel() > 1)

@@ -68,7 +68,8 @@ def advanced() -> Preset:
         .plus(AttentionBackend, None,
               "a warning where torch's slow attention kernel is used",
               "inspects the first batch")
-        .plus(CompileModel, _compile_scope,
+        # Under FSDP2, each hook that gathers parameters would break a graph of the whole model.
+        .plus(CompileModel, lambda s: {"scope": "regions" if s.strategy == "fsdp2" else "model"},
               "torch.compile, for runs of at least several minutes",
               "seconds to minutes in the first steps, and again for new shapes",
               _why_not_compile)
@@ -77,7 +78,8 @@ def advanced() -> Preset:
               "up to 20 s before the first step; workers need memory", _why_not_workers)
         .plus(GarbageCollection, None,
               "all ranks collect garbage at the same step; otherwise each waits for the others",
-              "objects in reference cycles live for up to 100 steps", _excluded_by_single_process)
+              "objects in reference cycles live for up to 100 steps",
+              lambda s: None if s.processes > 1 else "there is only one process")
     )  # fmt: skip
 
 
@@ -218,10 +220,6 @@ def _why_not_workers(situation: Situation) -> str | None:
     return None
 
 
-def _excluded_by_single_process(situation: Situation) -> str | None:
-    return None if situation.processes > 1 else "there is only one process"
-
-
 def _why_not_accumulation(situation: Situation) -> str | None:
     if (situation.arguments.get("accumulate_grad_batches") or 1) == 1:
         return "accumulate_grad_batches is not set"
@@ -232,12 +230,3 @@ def _why_not_compression(situation: Situation) -> str | None:
     if situation.nodes == 1:
         return "all processes are on one machine, without a network between them"
     return None if situation.device in ("cpu", "cuda") else f"not tested on {situation.device!r}"
-
-
-# --- settings that depend on the situation --------------------------------------------------------
-
-
-def _compile_scope(situation: Situation) -> dict[str, Any]:
-    # Each hook that gathers sharded parameters would break a graph of the whole model.
-    scope = "regions" if situation.strategy == "fsdp2" else "model"
-    return {"scope": scope}

@@ -39,7 +39,8 @@ class FlopCount(TorchDispatchMode):
     Unlike torch's ``FlopCounterMode`` it needs no hooks on modules, separates recomputation, counts
     this process's part of a sharded product, and continues if a formula fails. A plain
     backward pass disables gradients, so an operation in it with gradients enabled counts as
-    recomputation. With ``create_graph=True`` gradients are enabled, so the count is wrong.
+    recomputation. With ``create_graph=True`` gradients are enabled, so the count is wrong. torch
+    has no formula for attention on a CPU, which is not counted.
 
     Attributes:
         failures: The operators whose formula failed, with the error. They are not counted.
@@ -80,7 +81,8 @@ def count_flops(model: nn.Module, *batch: Any, **inputs: Any) -> Flops:
     The model runs once, and backward from the sum of its outputs if any of them requires a
     gradient. Parameters may be on the ``meta`` device, which takes no memory. Matrix products,
     convolutions and attention are counted, as in :mod:`torch.utils.flop_counter`. Elementwise
-    operations, a few percent at most, are not. Register your own operators with
+    operations, a few percent at most, are not, nor is fused attention on a CPU: use the ``meta``
+    device instead. Register your own operators with
     ``torch.utils.flop_counter.register_flop_formula``.
 
     Args:

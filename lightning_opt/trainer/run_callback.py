@@ -1,4 +1,4 @@
-"""The base class of callbacks, and a check for LBFGS."""
+"""The base class of callbacks, and checks that several callbacks share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunCallback(BaseCallback):
     """The constructor argument that sets how many batches make a step; empty if none does."""
 
     runs_in_trials: bool = True
-    """Whether trials of batch sizes run a copy of it: if it needs memory or changes steps."""
+    """Whether batch-size trials run a copy of it, because it needs memory or changes steps."""
 
     _model: ref[pl.LightningModule] | None = None
 
@@ -98,7 +98,7 @@ def raise_if_dataloader_iter(name: str, module: pl.LightningModule, use: str) ->
     Args:
         name: The callback's name.
         module: The model.
-        use: What the callback would do with a batch, to end the message.
+        use: The end of the message, such as ``"to split."``.
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(

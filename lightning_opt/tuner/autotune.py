@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_opt.core.arguments import check_one_of, check_positive
 from lightning_opt.core.measure.machine import describe_machine
+from lightning_opt.core.measure.memory import MB
 from lightning_opt.tuner.probe import Facts
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.search import (
@@ -24,15 +25,10 @@ from lightning_opt.tuner.search import (
     TimeIsUp,
     Trial,
 )
-from lightning_opt.tuner.space import MIB, Candidates, Space, check_candidates
+from lightning_opt.tuner.space import Candidates, Space, check_candidates
 from lightning_opt.tuner.trials import Baseline, Run, Trials
 from lightning_opt.worker.gate import RUN_DEFAULTS
-from lightning_opt.worker.recipes import (
-    Factory,
-    Settings,
-    check_factory,
-    check_settings,
-)
+from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 from lightning_opt.worker.training_process import TrainingProcess
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -201,7 +197,7 @@ class Tuning:
             peak_ratio=1.0, losses=list(observed.losses),
         )  # fmt: skip
         self._print(
-            f"A step takes {1e3 * baseline.step_seconds:.3g} ms and {peak / MIB:,.0f} MiB. "
+            f"A step takes {1e3 * baseline.step_seconds:.3g} ms and {peak / MB:,.0f} MiB. "
             f"Switches to try: {', '.join(self._space.switches) or 'none'}."
         )
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.output.report import Report
 from lightning_opt.tuner.search import OBJECTIVES, Switches, Trial
-from lightning_opt.tuner.space import MIB, Space
+from lightning_opt.tuner.space import Space
 from lightning_opt.worker.recipes import as_mapping, instantiate
 
 
@@ -54,8 +55,7 @@ class TuneResult:
         """
         best = self.best
         ordered = sorted(
-            self.trials,
-            key=lambda t: (t is not best, t.verdict == "rejected", t.ratio or math.inf),
+            self.trials, key=lambda t: (t is not best, t.verdict == "rejected", t.ratio or math.inf)
         )
         answer = " + ".join(self.switches) or "change nothing"
         title = f"Trials for {self.objective}: {answer}"
@@ -73,7 +73,7 @@ class TuneResult:
             "interval": f"{trial.low:.3f} to {trial.high:.3f}" if timed else None,
             "step ms": _rounded(None if trial.seconds is None else 1e3 * trial.seconds, 2),
             "memory": _rounded(trial.peak_ratio, 3),
-            "peak MiB": _rounded(None if trial.peak is None else trial.peak / MIB, 1),
+            "peak MiB": _rounded(None if trial.peak is None else trial.peak / MB, 1),
             "start s": _rounded(trial.startup, 1),
             "verdict": "best" if trial is self.best else trial.verdict,
             "why": trial.why,

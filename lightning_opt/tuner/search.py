@@ -29,7 +29,7 @@ TOO_SLOW = 1.5
 """Ratio of step times above which a trial for throughput stops early."""
 
 MAX_EFFECT_TO_ADD = 1.1
-"""Maximum effect of a switch that is added to the best configuration. An effect of 1 is none."""
+"""Maximum effect of a switch that is added to the best configuration. Below 1, it is a gain."""
 
 MAX_OVER_PREDICTED = 1.04
 """Maximum ratio between a configuration's score and the product of its switches' effects. Above it,
@@ -230,8 +230,7 @@ class Search:
         return min(scores, key=scores.__getitem__, default=None)
 
     def _best(self) -> Switches:
-        scores = {names: outcome.score for names, outcome in self.outcomes.items()}
-        return min(scores, key=lambda names: (scores[names], len(names)))
+        return min(self.outcomes, key=lambda names: (self.outcomes[names].score, len(names)))
 
     def _try_group(self, group: Sequence[str]) -> None:
         """Try each switch with the earlier switches that gain. Then try all that gain together."""

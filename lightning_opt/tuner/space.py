@@ -17,8 +17,6 @@ Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bo
 LISTS = ("callbacks", "plugins")
 """Trainer arguments that are joined by concatenation. For all others, the last value is used."""
 
-MIB = 2**20
-
 
 @dataclass(frozen=True)
 class Switch:
@@ -199,8 +197,8 @@ def _known_switch(known: Mapping[str, Switch], name: str) -> Switch:
     if name not in known:
         raise ValueError(
             f"candidates contains {name!r}, not a built-in switch{did_you_mean(name, known)} "
-            f"It has {', '.join(known)}. To add your own, pass its Trainer arguments: "
-            "candidates={'my own': {'callbacks': [...]}}."
+            f"The built-in switches are {', '.join(known)}. To add your own, pass its Trainer "
+            "arguments: candidates={'my own': {'callbacks': [...]}}."
         )
     return known[name]
 

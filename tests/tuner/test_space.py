@@ -92,7 +92,7 @@ def test_mapping_of_candidates_changes_the_choice() -> None:
 @pytest.mark.parametrize(
     ("candidates", "match"),
     [
-        (["warp drive"], "'warp drive', not a built-in switch. It has fused, channels_last,"),
+        (["warp drive"], "'warp drive', not a built-in switch. The built-in switches are fused,"),
         ({"warp drive": None}, "not a built-in switch"),
         (["compile-regions"], "not a built-in switch; did you mean 'compile_regions'"),
         ({"own": {}}, "candidates\\['own'\\] must be Trainer arguments such as {'precision'"),

@@ -18,10 +18,7 @@ from lightning_opt.batching.accumulation.counting import (
     sum_over_ranks,
     windows_by_step,
 )
-from lightning_opt.batching.loader_sizes import (
-    has_several_loaders,
-    intercepted_loaders,
-)
+from lightning_opt.batching.loader_sizes import has_several_loaders, intercepted_loaders
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least, check_one_of
@@ -30,10 +27,7 @@ from lightning_opt.core.modules.sharding import data_ranks, flat_parameter_group
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.trainer.lightning import (
-    DeepSpeedStrategy,
-    GradientAccumulationScheduler,
-)
+from lightning_opt.trainer.lightning import DeepSpeedStrategy, GradientAccumulationScheduler
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_dataloader_iter, raise_if_lbfgs
 
 if TYPE_CHECKING:
@@ -69,8 +63,8 @@ class Accumulation(RunCallback):
             number of batches is rounded, with a warning.
         normalize: The unit over which each loss is a mean: ``"samples"``, ``"tokens"``, which needs
             ``count``, or ``"batches"``, which weights all batches equally.
-        count: A function of the batch that returns the weight of the batch,
-            such as its number of tokens: a number or a 0-dimensional tensor. It may be 0.
+        count: A function that returns the weight of a batch, such as its number of tokens: a
+            number or a 0-dimensional tensor. It may be 0.
 
     Raises:
         ValueError: In ``__init__`` for arguments that are out of range or exclude each other. In
@@ -107,8 +101,8 @@ class Accumulation(RunCallback):
         self.normalize: str = check_one_of("normalize", normalize, UNITS)
         if normalize == "tokens" and count is None:
             raise ValueError(
-                "normalize='tokens' needs count=..., a function of the batch "
-                "that returns how many tokens its loss is a mean over, such as "
+                "normalize='tokens' needs count=..., a function that returns the number of tokens "
+                "that a batch's loss averages, such as "
                 "`lambda batch: (batch['labels'][:, 1:] != -100).sum()`."
             )
         if normalize == "batches" and count is not None:
@@ -123,8 +117,7 @@ class Accumulation(RunCallback):
             check_at_least("effective_batch", effective_batch, 1)
             self.accumulates_by = "effective_batch"
         self._count = count
-        loss = "mean_over_samples" if count is None else "mean_over_tokens"
-        self._splitter = Splitter(None, loss, self._count)
+        self._splitter = Splitter(None, count)
         self._trainer: pl.Trainer | None = None
         self._stack = Patches()
         self._make_step: Any = None  # set while training
@@ -149,8 +142,7 @@ class Accumulation(RunCallback):
         if stage != "fit":
             return
         self.release(trainer)
-        counts = self._count is not None or self.normalize != "batches"
-        _check(trainer, pl_module, counts, sets_length=bool(self.accumulates_by))
+        _check(trainer, pl_module, self.normalize != "batches", bool(self.accumulates_by))
         self._trainer = trainer
         if not self.accumulates_by:
             return
@@ -196,7 +188,7 @@ class Accumulation(RunCallback):
         if self._is_open and self.schedule is not None:
             trainer.accumulate_grad_batches = self._length  # of the resumed window
         self._splitter.several_loaders = has_several_loaders(trainer)
-        if self._count is not None or self.normalize != "batches":
+        if self.normalize != "batches":
             self._split_check = SplitCheck(self._splitter, runs_parts=False)
         self._make_step = optimization._make_step_fn
         self._make_zero_grad = optimization._make_zero_grad_fn

@@ -42,8 +42,8 @@ def batches_for(effective_batch: int, loader: Any, ranks: int) -> int:
     batches = max(1, round(effective_batch / samples))
     if batches * samples != effective_batch:
         rank_zero_warn(
-            f"effective_batch={effective_batch} is no multiple of the {samples} samples of a batch "
-            f"over all ranks: windows have {batches} batches, which makes {batches * samples} "
+            f"effective_batch={effective_batch} is not a multiple of the {samples} samples of a "
+            f"batch over all ranks: windows have {batches} batches, that is {batches * samples} "
             "samples."
         )
     return batches

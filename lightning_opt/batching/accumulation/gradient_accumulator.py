@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_opt.batching.accumulation.counting import sum_over_ranks
+from lightning_opt.batching.accumulation.counting import quotient, sum_over_ranks
 from lightning_opt.core.modules.sharding import local_part, pending_groups, summed_part
 from lightning_opt.core.numerics.norms import HALVES
 
@@ -96,7 +96,8 @@ class GradientAccumulator:
             The sum of the weights of all batches of all ranks.
 
         Raises:
-            RuntimeError: If there was no batch, or if the weights sum to 0.
+            RuntimeError: If there was no batch, or if weights that are numbers sum to 0. The sum of
+                weights that are tensors is not read; if it is 0, gradients are not divided.
         """
         if not self.batches:
             raise RuntimeError("There is nothing to average: call backward(loss, weight) first.")
@@ -107,7 +108,7 @@ class GradientAccumulator:
         if not isinstance(total, Tensor) and total <= 0:
             raise RuntimeError("The weights of all batches sum to 0, so there is no average.")
         # Strategies have averaged gradients over `world` ranks, but `total` is a sum over them.
-        factor = world / total
+        factor = quotient(world, total)
         for name, parameter in self._named.items():
             gradient = self._sums.get(name)
             if gradient is not None:
@@ -119,7 +120,7 @@ class GradientAccumulator:
         return total
 
     def reset(self) -> None:
-        """Reset sums and weights. ``Parameter.grad`` stays."""
+        """Reset sums and weights. ``Parameter.grad`` is kept."""
         self._sums, self._total, self.batches = {}, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,8 +97,7 @@ class DynamicBatchSize(RunCallback):
         find: Literal["largest", "fastest"] = "largest",
         budget_mb: float | None = None,
     ) -> None:
-        if scale_lr is not None:
-            check_one_of("scale_lr", scale_lr, tuple(SCALE_RULES))
+        check_one_of("scale_lr", scale_lr, (*SCALE_RULES, None))
         if scale_lr is not None and keep_effective is not None:
             raise ValueError(
                 "keep_effective keeps the samples per step, so scale_lr has no effect. Pass only "
@@ -109,8 +108,7 @@ class DynamicBatchSize(RunCallback):
         self.scale_lr, self.keep_effective = scale_lr, keep_effective
         if keep_effective is not None:
             check_at_least("keep_effective", keep_effective, 1)
-        check_one_of("find", find, ("largest", "fastest"))
-        self.find: str = find
+        self.find: str = check_one_of("find", find, ("largest", "fastest"))
         self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
         self._trainer: pl.Trainer | None = None
         self._stack = Patches()

@@ -82,13 +82,13 @@ class FoundSizes:
                 "batch size": trial.size,
                 "fits": trial.fits,
                 "memory, of the limit": None if trial.peak is None else round(trial.peak, 3),
-                "samples a second": round(trial.speed, 1) if trial.speed else None,
+                "samples per second": round(trial.speed, 1) if trial.speed else None,
             }
             for trial in sorted(self.trials, key=lambda trial: trial.size)
         ]
         notes = [f"Largest that fits: {self.largest}."]
         if self.fastest:
-            notes = [f"{notes[0]} Most samples a second: {self.fastest}."]
+            notes = [f"{notes[0]} Most samples per second: {self.fastest}."]
         return Report("Batch sizes", rows, notes)
 
 
@@ -136,10 +136,9 @@ def _next_size(
 ) -> int:
     """Return a size between the largest that fits and the smallest that does not."""
     peaks = {trial.size: trial.peak for trial in trials.values() if trial.peak is not None}
-    predicted = None
-    if len(peaks) > 1 or (peaks and failing <= max_size):
+    predicted, has_failed = None, failing <= max_size
+    if len(peaks) > 1 or (peaks and has_failed):
         predicted = _predict(peaks, min(trials[size].baseline for size in peaks), target)
-    has_failed = failing <= max_size
     if predicted is not None and not (has_failed and predicted > 1.1 * failing):
         size = max(predicted, math.ceil(fitting / (1 - SIZE_TOLERANCE)))
         if has_failed:
@@ -194,10 +193,8 @@ def find_fastest(
             if speed(size) < MIN_SPEED_SHARE * max(map(speed, trials)):
                 break
     best = max(trials, key=speed)
-    for neighbour in (
-        round_down(round(best / math.sqrt(2))),
-        round_down(round(best * math.sqrt(2))),
-    ):
+    for factor in (math.sqrt(0.5), math.sqrt(2)):
+        neighbour = round_down(round(best * factor))
         if 1 < neighbour <= largest and neighbour not in trials:
             trials[neighbour] = [run(neighbour)]
     finalists = list(trials)

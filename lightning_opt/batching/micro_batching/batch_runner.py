@@ -35,12 +35,7 @@ from lightning_opt.core.modules.batches import (
 )
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import CannotUndoError, StepState
-from lightning_opt.trainer.lightning import (
-    AbstractClosure,
-    Closure,
-    ClosureResult,
-    package_of,
-)
+from lightning_opt.trainer.lightning import AbstractClosure, Closure, ClosureResult, package_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

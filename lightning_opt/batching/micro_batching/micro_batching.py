@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, default_collate
 
 from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
 from lightning_opt.batching.micro_batching.ranks import DDPRanks, GlooRanks, Ranks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
-from lightning_opt.batching.splitting import LOSSES, Splitter
+from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import step_groups
@@ -64,12 +64,11 @@ class MicroBatching(RunCallback):
         size: Maximum samples per micro-batch, or ``"auto"``.
         regrow_every: Batches before the next attempt at twice the size, at least 1.
         split: For batches that are not made of tensors with one row per sample: a function
-            ``split(batch, parts)`` that returns a list of pairs ``(part,
-            samples)``, with ``parts`` entries.
+            ``split(batch, parts)`` that returns ``parts`` pairs ``(part, samples)``.
         loss: The kind of loss: ``"mean_over_samples"``, ``"mean_over_tokens"``, which needs
             ``count``, or ``"sum"``.
-        count: A function of a micro-batch that returns the number of tokens
-            over which the loss is a mean: a number or a 0-dimensional tensor.
+        count: A function that returns the number of tokens that a micro-batch's loss averages: a
+            number or a 0-dimensional tensor.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range. In ``setup`` under manual
@@ -98,14 +97,14 @@ class MicroBatching(RunCallback):
         self.size = size if size == "auto" else check_at_least("size", size, 1)
         self.runs_in_trials = size != "auto"  # a trial must receive out-of-memory errors
         self.regrow_every = check_at_least("regrow_every", regrow_every, 1)
-        check_one_of("loss", loss, LOSSES)
+        check_one_of("loss", loss, ("mean_over_samples", "mean_over_tokens", "sum"))
         if (loss == "mean_over_tokens") != (count is not None):
             raise ValueError(
                 f"loss='mean_over_tokens' needs count=..., a function of the batch such as "
                 f"`lambda batch: (batch['labels'] != -100).sum()`, and other losses accept none; "
                 f"got loss={loss!r} and count={count!r}."
             )
-        self._splitter = Splitter(split, loss, count)
+        self._splitter = Splitter(split, count, is_sum=loss == "sum")
         self._stack = Patches()
         self._sizes = LearnedSizes(self.regrow_every)
 
@@ -234,4 +233,5 @@ def _has_equal_batches(trainer: pl.Trainer) -> bool:
         isinstance(loader, DataLoader)
         and isinstance(loader.sampler, DistributedSampler)
         and type(loader.batch_sampler) is BatchSampler
+        and loader.collate_fn is default_collate  # others may drop samples
     )

@@ -194,10 +194,8 @@ class PlannedSizes:
         shape, elements, samples, size = self._current
         if self._measures:
             peak = self._meter.read()
-            pattern = pattern_of(shape)
-            measured = MeasuredPeak(
-                pattern, elements, size, peak.share, peak.current, self._batches
-            )
+            shares = peak.share, peak.current
+            measured = MeasuredPeak(pattern_of(shape), elements, size, *shares, self._batches)
             _store(self._measured, shape, measured)
         entry = self._sizes.shapes.get(shape)
         if entry is None or size > entry["size"]:

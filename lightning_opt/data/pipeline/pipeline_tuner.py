@@ -97,11 +97,12 @@ class DataPipelineTuner(RunCallback):
         >>> trainer = L.Trainer(callbacks=[tuner], logger=False)
     """
 
+    only_one = True
+    runs_in_trials = False
+    not_pickled = ("_loader",)
+
     def __init__(
-        self,
-        max_workers: int | None = None,
-        budget_seconds: float = 20.0,
-        verbose: bool = True,
+        self, max_workers: int | None = None, budget_seconds: float = 20.0, verbose: bool = True
     ) -> None:
         if max_workers is not None:
             check_at_least("max_workers", max_workers, 0)
@@ -109,10 +110,6 @@ class DataPipelineTuner(RunCallback):
         self.budget_seconds = check_positive("budget_seconds", budget_seconds)
         self.verbose = verbose
         self._reset()
-
-    only_one = True
-    runs_in_trials = False
-    not_pickled = ("_loader",)
 
     def _reset(self) -> None:
         self.chosen: LoaderSettings | None = None

@@ -74,9 +74,8 @@ class Search:
         """
         self.reason = "no other setting was better"
         total = fetch + step
-        without_workers = Measured(
-            LoaderSettings(pin=self.pin), total, fetch / total if total else 0.0
-        )
+        wait = fetch / total if total else 0.0
+        without_workers = Measured(LoaderSettings(pin=self.pin), total, wait)
         if not self.min_workers:
             self.tried.append(without_workers)
             if fetch < TRIVIAL_SECONDS:
@@ -86,9 +85,8 @@ class Search:
                 self.reason = "the loader is not the bottleneck"
                 return without_workers.settings
         if self.max_workers >= 1:
-            self._try_numbers_of_workers(
-                math.ceil(1.1 * fetch / step) if step else self.max_workers
-            )
+            guess = math.ceil(1.1 * fetch / step) if step else self.max_workers
+            self._try_numbers_of_workers(guess)
             if self._best is not None and not self._is_enough():
                 self._try(replace(self._best.settings, prefetch=LARGE_PREFETCH))
         limit = math.inf if self.min_workers else (1 - MIN_WORKER_GAIN) * without_workers.seconds

@@ -105,11 +105,10 @@ class AttentionBackend(RunCallback):
         if not self._is_compiled:
             self._recorder = CallRecorder(self._calls)
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop recording, and warn if math is used."""
         if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+            self.release(trainer)
             self._warn_of_math()
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
@@ -127,10 +126,9 @@ class AttentionBackend(RunCallback):
         return Report("Attention backends", list(self._calls.values()), notes)
 
     def _warn_of_math(self) -> None:
-        math_rows = [row for row in self._calls.values() if row["backend"] == "math"]
-        if not math_rows:
+        row = next((row for row in self._calls.values() if row["backend"] == "math"), None)
+        if row is None:
             return
-        row = math_rows[0]
         rank_zero_warn(
             f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
             f"mask {row['mask']}, dropout {row['dropout']:g} uses math, which is correct "

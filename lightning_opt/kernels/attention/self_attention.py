@@ -233,18 +233,12 @@ class SelfAttention(nn.Module):
         )
         if self.rotary is not None:
             query, key = self.rotary(query, offset), self.rotary(key, offset)
-        dropout = self.dropout if self.training else 0.0
+        dropout, group = self.dropout if self.training else 0.0, self.heads // self.kv_heads
         if key_padding_mask is None:
             attended = scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                dropout_p=dropout,
-                is_causal=self.causal,
-                enable_gqa=self.kv_heads != self.heads,
+                query, key, value, dropout_p=dropout, is_causal=self.causal, enable_gqa=group > 1
             )
         else:
-            group = self.heads // self.kv_heads
             if group > 1:  # with a mask, CUDA's fused backends do not support groups
                 key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
             visible = visible_keys(key_padding_mask, self.causal)

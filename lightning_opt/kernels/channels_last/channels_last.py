@@ -36,13 +36,8 @@ CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Other layers that multiply matrices.
 OTHER_MATMUL_LAYERS = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.Conv1d,
-    nn.ConvTranspose1d,
-)
+    nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.ConvTranspose1d,
+)  # fmt: skip
 
 
 class ChannelsLast(RunCallback):

@@ -116,9 +116,7 @@ class CompileModel(RunCallback):
             )
         self.mode = mode
         self.scope = check_one_of("scope", scope, SCOPES)
-        self.dynamic = dynamic
-        self.fullgraph = fullgraph
-        self.backend = backend
+        self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
         self.regions: list[Region] = []
         self._stack: ExitStack | None = None
         self._options: CompileOptions | None = None
@@ -247,13 +245,12 @@ class CompileModel(RunCallback):
 
     def diagnose(self) -> list[Verdict]:
         """Return whether the regions ran compiled."""
-        rows = self.report().rows
+        report = self.report()
+        rows = report.rows
         if not rows:
             return []
         compiled = sum(row["mode"] != EAGER for row in rows)
-        finding = " ".join(
-            [f"{compiled} of {len(rows)} regions ran compiled.", *self.report().notes]
-        )
+        finding = " ".join([f"{compiled} of {len(rows)} regions ran compiled.", *report.notes])
         if compiled == len(rows):
             return [Verdict("compilation", "ok", finding)]
         advice = "Change the code that could not be compiled, or remove CompileModel."

@@ -69,21 +69,14 @@ class Region:
     """
 
     def __init__(
-        self,
-        name: str,
-        modules: Sequence[nn.Module],
-        modes: Sequence[str],
-        options: CompileOptions,
+        self, name: str, modules: Sequence[nn.Module], modes: Sequence[str], options: CompileOptions
     ) -> None:
-        self.name = name
-        self.options = options
+        self.name, self.options = name, options
         self.kind = type(modules[0]).__name__
         self.modes = (*modes, EAGER)
         self.mode_index = 0
         self.seconds = 0.0
-        self.graphs = 0
-        self.breaks = 0
-        self.recompilations = 0
+        self.graphs = self.breaks = self.recompilations = 0
         self.reason = ""
         self.compiled: Callable[..., Any] | None = None
         self.passes_module = True

@@ -22,12 +22,7 @@ from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.trial import TrialStep, prepare_batch
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.memory.checkpointing.batch_plan import (
-    Budget,
-    StepPlan,
-    batch_shapes,
-    plan_batch,
-)
+from lightning_opt.memory.checkpointing.batch_plan import Budget, StepPlan, batch_shapes, plan_batch
 from lightning_opt.memory.checkpointing.forward import Offload, disable_caches
 from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
@@ -56,8 +51,8 @@ class ActivationCheckpointing(RunCallback):
     Validation is unaffected.
 
     ================= ==========================================================================
-    ``"auto"``        the fastest combination of the policies below that fits the budget, found by
-                      measuring the first batch
+    ``"auto"``        for each block ``"none"``, ``"every_layer"`` or ``"selective"``: the fastest
+                      combination that fits the budget, found by measuring the first batch
     ``"none"``        nothing is recomputed
     ``"every_layer"`` each block separately
     ``"sqrt"``        about sqrt(n) segments of sqrt(n) blocks each

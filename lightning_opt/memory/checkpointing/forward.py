@@ -30,17 +30,8 @@ from lightning_opt.memory.checkpointing.selective import ContextPair, Selection
 from lightning_opt.memory.checkpointing.written_state import Key, Saved, WrittenState
 
 PLAIN_TYPES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    nn.Module,
-)
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module,
+)  # fmt: skip
 PLAIN_LEAVES = (Tensor, *PLAIN_TYPES)
 # Maximum depth to which nested attributes and items are compared. Key-value caches need it.
 MAX_DEPTH = 5
@@ -128,15 +119,12 @@ class Run:
             self.leaves, self._spec = tree_flatten((args, kwargs))
         self._objects = [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN_LEAVES)]
         self._tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        if self._objects:
-            self._tensors += tensors_of(self._objects)
+        self._tensors += tensors_of(self._objects)
         self.devices = {tensor.device for tensor in self._tensors}
         if owner.parameter is not None:
             self.devices.add(owner.parameter.device)
-        self._generators = owner.generators
-        if self._objects:
-            received = [item for item in self._objects if isinstance(item, GENERATORS)]
-            self._generators = [*owner.generators, *received]
+        received = (item for item in self._objects if isinstance(item, GENERATORS))
+        self._generators = [*owner.generators, *received]
         self._random = random_states(self.devices, self._generators)
         self._state_before: list[Saved] = owner.state.save()
         self._overwritten: dict[Key, Any] = {}
@@ -185,7 +173,7 @@ class Run:
         (args, kwargs), self._arguments = self._arguments, None
         tensors, self._tensors = self._tensors, []
         objects, self._objects = self._objects, []
-        contents = contents_of(objects) if objects else []
+        contents = contents_of(objects)
         watched = [] if owner.has_run else [*tensors, *owner.module.parameters()]
         versions = [tensor._version for tensor in watched]
         forward = owner.original
@@ -199,10 +187,9 @@ class Run:
             for tensor, version in zip(watched, versions, strict=True):
                 if tensor._version != version:
                     raise InputChangedError(owner.module, tensor)
-        if objects:
-            for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
-                if before != after:
-                    raise InputChangedError(owner.module, item)
+        for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
+            if before != after:
+                raise InputChangedError(owner.module, item)
         return output
 
 

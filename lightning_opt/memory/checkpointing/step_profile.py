@@ -47,7 +47,7 @@ class Option:
     Attributes:
         kept: The operators whose outputs are kept; ``None`` keeps all outputs.
         nbytes: Bytes held between forward and backward pass, without the input.
-        seconds: Time added to a step without recomputation.
+        seconds: Time that it adds to a step; 0 if all outputs are kept.
     """
 
     kept: frozenset[OperatorKey] | None

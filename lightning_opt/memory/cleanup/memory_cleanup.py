@@ -13,13 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_opt.core.arguments import check_between
-from lightning_opt.core.measure.memory import (
-    MB,
-    MemoryLimits,
-    Usage,
-    live_bytes,
-    malloc_trim,
-)
+from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, live_bytes, malloc_trim
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_over, step_groups
 from lightning_opt.core.output.loggers import log_scalars

@@ -76,16 +76,8 @@ class GarbageCollection(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Collect, if it is due."""
-        self._step(trainer)
-
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        """Collect, if it is due."""
-        if self._running:  # not in the sanity check, nor in `trainer.validate`
-            self._step(trainer)
-
-    def _step(self, trainer: pl.Trainer) -> None:
+        if not self._running:  # the sanity check, or `trainer.validate`
+            return
         self._batches += 1
         if not self._schedule.is_due(self._batches):
             return
@@ -95,6 +87,8 @@ class GarbageCollection(RunCallback):
         if self._batches == self._schedule.every_n_steps:
             self._freeze()
         log_scalars(trainer, {"gc/pause_ms": 1e3 * pause, "gc/collected": float(collected)})
+
+    on_validation_batch_end = on_train_batch_end
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Unfreeze, and restore automatic collection."""

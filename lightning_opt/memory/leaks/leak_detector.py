@@ -84,10 +84,7 @@ class LeakDetector(RunCallback):
     """
 
     def __init__(
-        self,
-        every_n_steps: int = 10,
-        warmup_steps: int = 50,
-        min_kb_per_step: float = 0.5,
+        self, every_n_steps: int = 10, warmup_steps: int = 50, min_kb_per_step: float = 0.5
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.warmup_steps = check_at_least("warmup_steps", warmup_steps, 0)
@@ -213,7 +210,7 @@ class LeakDetector(RunCallback):
                 "step": suspect.step,
                 "kind": suspect.kind,
                 "where": suspect.where,
-                "items a step": suspect.per_step,
+                "items per step": suspect.per_step,
                 "of": suspect.items,
                 "KB per step": suspect.kb_per_step,
                 "what to do": suspect.advice,

@@ -79,11 +79,7 @@ class MemoryProfiler(RunCallback):
         PyTorch documentation, *Understanding CUDA Memory Usage*.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 50,
-        modules: bool = False,
-    ) -> None:
+    def __init__(self, every_n_steps: int = 50, modules: bool = False) -> None:
         self._schedule = Schedule(every_n_steps)
         self.modules = modules
         self._run_stack, self._step_stack = ExitStack(), ExitStack()
@@ -124,13 +120,8 @@ class MemoryProfiler(RunCallback):
     def record(self, name: str) -> Record:
         """Record live memory under a name; within a profiled step also its categories."""
         live = live_bytes(self._device)
-        record = Record(
-            name,
-            self._steps,
-            live,
-            resident_memory(),
-            None if self._categories is None else self._categories.divide(live),
-        )
+        parts = None if self._categories is None else self._categories.divide(live)
+        record = Record(name, self._steps, live, resident_memory(), parts)
         self.profile.records.append(record)
         return record
 

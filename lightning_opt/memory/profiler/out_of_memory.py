@@ -118,7 +118,7 @@ def _names(
     return {
         storage: name
         for name, value in named
-        if issubclass(type(value), (Tensor, list, tuple, dict))  # as above
+        if issubclass(type(value), (Tensor, list, tuple, dict))  # not `isinstance`, as above
         for tensor in tensors_of(value)
         for storage in storages_of(tensor)
     }

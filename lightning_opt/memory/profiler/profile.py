@@ -30,7 +30,7 @@ class PhaseMeter:
     """Measures the peak of live memory between marks.
 
     On CUDA the allocator records it. On a CPU every operator's result is counted, which makes the
-    step some 20% slower and misses the internal buffers of kernels. If operators cannot be counted
+    step about 20% slower and misses the internal buffers of kernels. If operators cannot be counted
     (compiled parts, DTensors), memory is read only at each mark, the peak is the larger of two
     readings, and :attr:`exact` is False.
 

@@ -60,7 +60,7 @@ class BenchmarkResult(Measured):
             if ratios:
                 row |= ratio_columns(ratios.get(name))
             rows.append(row)
-        super().__init__(Report("Seconds of a call", rows, notes), ratios)
+        super().__init__(Report("Seconds per call", rows, notes), ratios)
 
 
 def benchmark(
@@ -125,7 +125,7 @@ def benchmark(
         ratio = compare_pairs([pairs], offset=OFFSET, tolerance=TOLERANCE)
         if ratio is not None:
             ratios[name] = ratio
-    notes = [f"{rounds} rounds, each function once a round; garbage collected between rounds."]
+    notes = [f"{rounds} rounds, each function once per round; garbage collected between rounds."]
     if ratios:
         notes.append(verdict_note(ratios))
     return BenchmarkResult(seconds, ratios, calls, notes)

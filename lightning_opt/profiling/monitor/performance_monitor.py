@@ -216,9 +216,7 @@ class PerformanceMonitor(RunCallback):
         """Add a window to the throughput history. Warn once if throughput has fallen."""
         amount = window.samples if self.tokens is None else window.tokens
         self._throughput.add(start, amount, max(window.steps.total, 1e-9))
-        if self._warned:
-            return
-        fall = self.fall
+        fall = None if self._warned else self.fall
         if fall is not None:
             self._warned = True
             if trainer.is_global_zero:

@@ -41,7 +41,7 @@ OUT_OF_MEMORY = "MicroBatching('auto') splits a batch that does not fit into mem
 
 
 class RunReport(RunCallback):
-    """Writes ``report.html``, one page that tells what happened in a run.
+    """Writes ``report.html``, one page about the run.
 
     The page starts with one sentence about the run and the three findings of :func:`doctor` that
     would help most. Pictures, the reports of all callbacks, and the setup follow. The page is one
@@ -54,7 +54,7 @@ class RunReport(RunCallback):
     of each batch, and peak memory. TensorBoard, W&B and MLflow get the pictures at the end.
 
     Raises:
-        ValueError: In ``setup``, if the Trainer has a second instance.
+        ValueError: In ``setup`` for a second instance.
 
     Example:
         >>> import lightning as L
@@ -205,10 +205,10 @@ def _callbacks_of(trainer: pl.Trainer) -> list[Any]:
 
 
 def report(trainer: pl.Trainer) -> Page:
-    """Return the page of a Trainer's last fit as HTML, which a notebook shows.
+    """Return the page about a Trainer's last fit as HTML, which notebooks display.
 
     It changes nothing. Without :class:`RunReport` in the Trainer, the page lacks the loss, the
-    duration and the peak of memory. With several processes, call it on rank 0.
+    duration and the peak memory. With several processes, call it on rank 0.
 
     Args:
         trainer: The Trainer after its run.

@@ -155,10 +155,6 @@ def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
     return phase if is_overridden(hook, owner_object) else IGNORED
 
 
-def _runs_on_device(phase: int) -> bool:
-    return phase in _ON_DEVICE or phase >= len(NAMES)
-
-
 def _priority(phase: int) -> int:
     """Return a phase's priority. An inner phase of lower priority is part of the outer phase."""
     return _PRIORITIES.get(phase, int(phase >= len(NAMES)))
@@ -297,7 +293,8 @@ class PhaseClock:
     def _switch(self, phase: int) -> None:
         self.phase = phase
         if self.device is not None:
-            self.device.mark(phase if _runs_on_device(phase) else HOST)
+            on_device = phase in _ON_DEVICE or phase >= len(NAMES)
+            self.device.mark(phase if on_device else HOST)
 
     def set_default_phase(self, phase: int) -> None:
         """Set the phase for time outside all other phases. Call it only while no phase is open."""

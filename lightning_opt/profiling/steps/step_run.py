@@ -319,10 +319,8 @@ class EpochHooks:
     def _queue_enter_communication(self, gradient: Tensor) -> None:
         # Autograd runs queued callbacks in order after the backward pass. DDP and FSDP queue their
         # waits for communication later, so this callback runs before them.
-        torch.autograd.Variable._execution_engine.queue_callback(self._enter_communication)
-
-    def _enter_communication(self) -> None:
-        self.clock.enter(phases.COMMUNICATION, self)
+        enter = functools.partial(self.clock.enter, phases.COMMUNICATION, self)
+        torch.autograd.Variable._execution_engine.queue_callback(enter)
 
 
 class _Hook:

@@ -219,7 +219,7 @@ def test_effective_batch_sets_window_length_and_estimated_steps():
 
 @ignore_leaf_spec
 def test_rounding_of_effective_batch_warns():
-    with pytest.warns(UserWarning, match="no multiple of the 4 samples"):
+    with pytest.warns(UserWarning, match="not a multiple of the 4 samples"):
         _, steps, _ = train(lo.Accumulation(effective_batch=11))
     assert len(steps[0]) == 12
     assert batches_for(24, DataLoader(Texts(29), batch_size=4), ranks=3) == 2
@@ -426,6 +426,14 @@ def test_accumulator_resume_is_bit_identical(dtype):
 
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b)
+
+
+def test_accumulator_gradients_stay_finite_if_tensor_weights_sum_to_zero():
+    module = nn.Linear(2, 1)
+    accumulator = lo.GradientAccumulator(module)
+    accumulator.backward(module(torch.ones(1, 2)).mean(), weight=torch.tensor(0.0))
+    assert accumulator.average() == 0.0
+    assert not module.weight.grad.any()
 
 
 def test_accumulator_wrong_arguments_raise():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, Subset, default_collate
 
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import ranks as ranks_module
@@ -36,6 +36,7 @@ class Shared(Net):
         where: Where memory runs out, see ``Net``.
         unused: Whether there is a layer that no loss depends on.
         sharded: Whether FSDP2 shards the parameters.
+        drops: Whether batches come from a DistributedSampler, and rank 1 drops a sample of each.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Shared(Net):
         where: str = "forward",
         unused: bool = False,
         sharded: bool = False,
+        drops: bool = False,
     ) -> None:
         super().__init__()
         self.counts, self.fits_by_rank, self.where = counts, fits, where
-        self.sharded = sharded
+        self.sharded, self.drops = sharded, drops
         if unused:
             self.unused = nn.Linear(2, 2)
 
@@ -66,12 +68,16 @@ class Shared(Net):
     def train_dataloader(self) -> Any:
         first = sum(self.counts[: self.global_rank])
         own = range(first, first + self.counts[self.global_rank])
-        return DataLoader(
-            Subset(Samples(sum(self.counts)), own), batch_size=8, collate_fn=self.collate
-        )
+        data: Any = Subset(Samples(sum(self.counts)), own)
+        sampler = None
+        if self.drops:
+            data = Samples(sum(self.counts))
+            sampler = DistributedSampler(data, shuffle=False)
+        return DataLoader(data, batch_size=8, sampler=sampler, collate_fn=self.collate)
 
     def collate(self, samples: list[Any]) -> Any:
         """Make a batch whose shape belongs to its rank."""
+        samples = samples[self.global_rank :] if self.drops else samples
         return default_collate(samples) | {"of": torch.zeros(len(samples), 1 + self.global_rank)}
 
 
@@ -83,9 +89,10 @@ def train(
     accumulate: int = 1,
     unused: bool = False,
     kind: str = "ddp",
+    drops: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    model = Shared(counts, fits, where, unused, sharded=kind == "fsdp2")
+    model = Shared(counts, fits, where, unused, sharded=kind == "fsdp2", drops=drops)
     hooks, reductions = Hooks(), []
     micro = lo.MicroBatching(size, regrow_every=4) if size is not None else None
     strategy: Any = counting_ddp(reductions, find_unused_parameters=unused, **settings)
@@ -151,6 +158,7 @@ FIXED: list[dict[str, Any]] = [
     {"size": 1, "accumulate": 3},
     {"size": 3, "counts": (20, 17)},
     {"size": 2, "counts": (24, 18), "accumulate": 2, "fits": (4, 2)},
+    {"size": 7, "counts": (16, 16), "drops": True},
 ]
 
 
