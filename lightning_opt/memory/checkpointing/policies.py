@@ -163,8 +163,8 @@ def select_modules(model: nn.Module, entries: Iterable[str | type[nn.Module]]) -
         raise_if_lazy(f"ActivationCheckpointing(modules=[{name!r}])", module)
         if not takes_hooks(module):
             raise ValueError(
-                f"ActivationCheckpointing cannot replace the forward of {name!r}, a torch.jit module. "
-                "Give a Python module that contains it."
+                f"ActivationCheckpointing cannot recompute {name!r}, which is a torch.jit module."
+                " Give a Python module that contains it."
             )
     return [Block(name, (module,)) for name, module in named]
 

@@ -105,7 +105,7 @@ def test_incompatible_models_and_strategies_raise() -> None:
         fit(ActivationCheckpointing("every_layer"), single)
     scripted = Residual()
     scripted.layers[1] = torch.jit.script(nn.Linear(8, 8))  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match=r"'layers\.1', a torch\.jit module"):
+    with pytest.raises(ValueError, match=r"'layers\.1', which is a torch\.jit module"):
         fit(ActivationCheckpointing("every_layer", modules=["layers.*"]), scripted)
     lazy = Residual()
     lazy.layers.append(nn.LazyLinear(8))
