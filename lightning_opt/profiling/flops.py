@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from lightning_opt.core.measure.flops import operator_flops
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.preserve import isolated_random, preserved
 
@@ -39,8 +39,7 @@ class FlopCount(TorchDispatchMode):
     Unlike torch's ``FlopCounterMode`` it needs no hooks on modules, separates recomputation, counts
     this process's part of a sharded product, and continues if a formula fails. A plain
     backward pass disables gradients, so an operation in it with gradients enabled counts as
-    recomputation. With ``create_graph=True`` gradients are enabled, so the count is wrong. torch
-    has no formula for attention on a CPU, which is not counted.
+    recomputation. With ``create_graph=True`` gradients are enabled, so the count is wrong.
 
     Attributes:
         failures: The operators whose formula failed, with the error. They are not counted.
@@ -60,12 +59,11 @@ class FlopCount(TorchDispatchMode):
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # DTensor then runs local operations, which are counted instead
         result = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
         in_backward = torch._C._current_graph_task_id() != -1
-        if formula is not None and (in_backward or self.counts_forward):
+        if in_backward or self.counts_forward:
             part = (2 if torch.is_grad_enabled() else 1) if in_backward else 0
             try:
-                self._counts[part] += formula(*args, **kwargs, out_val=result)
+                self._counts[part] += operator_flops(func, args, kwargs, result)
             except Exception as error:  # noqa: BLE001 - counting must not end a run
                 self.failures[str(func.overloadpacket)] = f"{type(error).__name__}: {error}"
         return result
@@ -81,8 +79,7 @@ def count_flops(model: nn.Module, *batch: Any, **inputs: Any) -> Flops:
     The model runs once, and backward from the sum of its outputs if any of them requires a
     gradient. Parameters may be on the ``meta`` device, which takes no memory. Matrix products,
     convolutions and attention are counted, as in :mod:`torch.utils.flop_counter`. Elementwise
-    operations, a few percent at most, are not, nor is fused attention on a CPU: use the ``meta``
-    device instead. Register your own operators with
+    operations, a few percent at most, are not. Register your own operators with
     ``torch.utils.flop_counter.register_flop_formula``.
 
     Args:

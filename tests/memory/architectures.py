@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
@@ -278,6 +279,56 @@ class GradientPenalty(Architecture):
         return output.square().mean() + (gradient.norm(dim=-1) - 1).square().mean()
 
 
+class MetaLearning(GradientPenalty):
+    """The second call uses other parameters, made of gradients of the first (MAML)."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def loss(parameters: dict[str, Tensor], samples: Tensor) -> Tensor:
+            return (functional_call(self, parameters, (samples,)) - 1).square().mean()
+
+        own = dict(self.named_parameters())
+        first = loss(own, batch[:1])
+        gradients = torch.autograd.grad(first, list(own.values()), create_graph=True)
+        steps = zip(own.items(), gradients, strict=True)
+        return loss({name: p - gradient for (name, p), gradient in steps}, batch[1:])
+
+
+class Hypernetwork(Architecture):
+    """Each call uses other parameters, and other buffers that the blocks write."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + self.linear(x).tanh() * self.count.clone()
+
+    def block(self) -> nn.Module:
+        return self.Block()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = batch.new_zeros(())
+        for factor in (0.5, 2.0):
+            own = (*self.named_parameters(), *self.named_buffers())
+            tensors = {name: tensor * factor + 0.1 for name, tensor in own}
+            loss = loss + functional_call(self, tensors, (batch,)).square().mean()
+        return loss
+
+
+class InputGradients(GradientPenalty):
+    """The blocks run inside ``torch.func.vmap`` and ``torch.func.grad``."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        def total(sample: Tensor) -> Tensor:
+            return functional_call(self, own, (sample,)).sum()
+
+        own = dict(self.named_parameters())
+        return (vmap(grad(total))(batch).norm(dim=-1) - 1).square().mean()
+
+
 class StochasticDepth(Transformer):
     """Blocks that are skipped at random. The first half is frozen, and a later block in part."""
 
@@ -326,6 +377,9 @@ ARCHITECTURES: dict[str, Callable[[], Architecture]] = {
         EncoderDecoder,
         SpectralNorm,
         GradientPenalty,
+        MetaLearning,
+        Hypernetwork,
+        InputGradients,
         StochasticDepth,
         PlainLayers,
     )

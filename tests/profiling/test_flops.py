@@ -86,6 +86,33 @@ def test_flops_equal_torch_s_counter():
     assert ours.flops.recomputed == 0
 
 
+class Attention(nn.Module):
+    """Fused attention, in which several heads may share one key and value."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.shared = nn.Linear(16, 16), nn.Linear(16, 2 * heads * 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        key, value = self.shared(x).unflatten(-1, (2 * self.heads, 4)).transpose(1, 2).chunk(2, 1)
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=self.heads < 4)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_fused_attention_counts_as_its_products(heads):
+    model, batch = Attention(heads), torch.randn(3, 10, 16)
+    flops = count_flops(model, batch)
+    with FlopCount() as counter:
+        model(batch)
+    assert counter.flops.forward == flops.forward
+    products = 2 * 3 * 10 * 16 * (16 + 8 * heads)  # of the linear layers, without gradient of x
+    attention = 2 * 2 * 3 * 4 * 10 * 10 * 4
+    assert flops == Flops(products + attention, products + 2 * attention, 0)
+    assert count_flops(model.to("meta"), batch.to("meta")) == flops
+
+
 def test_counting_changes_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
     model(torch.randn(8, 4)).sum().backward()

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from lightning_opt.core.modules.patching import takes_hooks
+
 MIN_LAYER_REPEATS = 4
 """Plain layers in a Sequential are blocks if they repeat at least this many times."""
 
@@ -105,7 +107,7 @@ def _layer_blocks(module: nn.Module, name: str) -> list[Block]:
     if len({child for _, child in children}) < len(children):
         return []
     signatures = [signature(child) for _, child in children]
-    plain = [not _can_be_block(child) for _, child in children]
+    plain = [takes_hooks(child) and not _can_be_block(child) for _, child in children]
     start, period, repeats = _longest_repetition(signatures, plain)
     if repeats < MIN_LAYER_REPEATS:
         return []
@@ -155,10 +157,13 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    """Return whether ``module`` is callable, has weights and contains more than a plain layer."""
+    """Return whether ``module`` is callable, has weights and contains more than a plain layer.
+
+    False for modules of torch.jit, whose ``forward`` cannot be replaced.
+    """
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return False
-    if not any(True for _ in module.parameters()):
+    if not takes_hooks(module) or not any(True for _ in module.parameters()):
         return False
     if any(True for _ in module.children()):
         return True

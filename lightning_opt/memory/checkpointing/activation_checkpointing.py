@@ -18,6 +18,7 @@ from lightning_opt.core.modules.compiling import (
     is_compiled,
     run_eagerly,
 )
+from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.trial import TrialStep, prepare_batch
 from lightning_opt.core.output.loggers import log_scalars
@@ -110,8 +111,9 @@ class ActivationCheckpointing(RunCallback):
     Raises:
         ValueError: In ``__init__`` for an unknown policy or a setting that it does not use. In
             ``setup`` with DeepSpeed, or if FSDP's own checkpointing is on. In ``on_fit_start`` if
-            ``modules`` matches nothing, if no blocks are found, or if the model is checkpointed
-            already; for ``"auto"``, ``"selective"`` and ``offload`` also if it is compiled.
+            ``modules`` matches nothing or a module of torch.jit, if no blocks are found, if a lazy
+            layer has no shapes yet, or if the model is checkpointed already; for ``"auto"``,
+            ``"selective"`` and ``offload`` also if it is compiled.
         BudgetError: Before the first step, if the budget cannot be met. It is a ``ValueError``.
 
     Example:
@@ -323,6 +325,8 @@ class ActivationCheckpointing(RunCallback):
                 )
 
     def _find_blocks(self, model: nn.Module) -> list[Block]:
+        if self.policy == "auto" or (self.policy != "none" and self.modules is None):
+            raise_if_lazy(f"ActivationCheckpointing({self.policy!r})", model)
         if self.modules is not None:
             return select_modules(model, self.modules)
         if self.policy == "none":

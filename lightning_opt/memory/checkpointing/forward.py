@@ -27,7 +27,7 @@ from lightning_opt.core.modules.state_kinds import GENERATORS
 from lightning_opt.core.modules.trial import storages_of
 from lightning_opt.memory.checkpointing.segments import Chain
 from lightning_opt.memory.checkpointing.selective import ContextPair, Selection
-from lightning_opt.memory.checkpointing.written_state import Key, Saved, WrittenState
+from lightning_opt.memory.checkpointing.written_state import Key, WrittenState
 
 PLAIN_TYPES = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module,
@@ -35,6 +35,7 @@ PLAIN_TYPES = (
 PLAIN_LEAVES = (Tensor, *PLAIN_TYPES)
 # Maximum depth to which nested attributes and items are compared. Key-value caches need it.
 MAX_DEPTH = 5
+_NO_CONTEXT = nullcontext()
 
 
 # Measures a run of a module. The second argument is whether the run is a recomputation.
@@ -90,6 +91,9 @@ class CheckpointedForward(ReplacedForward):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch.func.grad and torch.func.vmap need graphs without hooks: keep all activations.
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return self.original(*args, **kwargs)
         run = Run(self, args, kwargs)
         leaves, run.leaves = run.leaves, []
         if self.chain is not None:
@@ -126,9 +130,9 @@ class Run:
         received = (item for item in self._objects if isinstance(item, GENERATORS))
         self._generators = [*owner.generators, *received]
         self._random = random_states(self.devices, self._generators)
-        self._state_before: list[Saved] = owner.state.save()
+        self._state_before, self._swapped = owner.state.save()
         self._overwritten: dict[Key, Any] = {}
-        self._selection_context: AbstractContextManager[Any] = nullcontext()
+        self._selection_context: AbstractContextManager[Any] = _NO_CONTEXT
         self._undo: list[Undo] = []
 
     def contexts(self) -> ContextPair:
@@ -147,12 +151,15 @@ class Run:
         self._undo = random_states(self.devices, self._generators)
         for restore in self._random:
             restore()
-        originals = self._owner.state.replace(self._overwritten)
+        originals = self._owner.state.replace(self._overwritten, self._swapped)
         self._undo.append(partial(self._owner.state.restore, originals))
         self._selection_context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._selection_context.__exit__(*error)
+        # torch returns each kept output only once.
+        if self._owner.selection is not None and self._owner.selection.kept:
+            self._selection_context = _NO_CONTEXT
         for undo in self._undo:
             undo()
 

@@ -12,6 +12,8 @@ from typing import TypeAlias
 from torch import nn
 
 from lightning_opt.core.modules.blocks import Block
+from lightning_opt.core.modules.lazy import raise_if_lazy
+from lightning_opt.core.modules.patching import takes_hooks
 from lightning_opt.memory.checkpointing.forward import CheckpointedForward, Probe
 from lightning_opt.memory.checkpointing.segments import Chain
 from lightning_opt.memory.checkpointing.selective import OperatorKey, Selection
@@ -138,7 +140,7 @@ def select_modules(model: nn.Module, entries: Iterable[str | type[nn.Module]]) -
     (``encoder.*``), ``*`` also matches dots.
 
     Raises:
-        ValueError: For an entry that matches no module.
+        ValueError: For an entry that matches no module, or one that cannot be recomputed.
     """
     named = [(name, module) for name, module in model.named_modules() if name]
     selected: set[nn.Module] = set()
@@ -156,7 +158,15 @@ def select_modules(model: nn.Module, entries: Iterable[str | type[nn.Module]]) -
             selected.update(module.children() if isinstance(module, nn.ModuleList) else [module])
     inner = {inside for module in selected for inside in module.modules() if inside is not module}
     outer = selected - inner
-    return [Block(name, (module,)) for name, module in named if module in outer]
+    named = [(name, module) for name, module in named if module in outer]
+    for name, module in named:
+        raise_if_lazy(f"ActivationCheckpointing(modules=[{name!r}])", module)
+        if not takes_hooks(module):
+            raise ValueError(
+                f"ActivationCheckpointing cannot recompute {name!r}, which is a torch.jit module."
+                " Give a Python module that contains it."
+            )
+    return [Block(name, (module,)) for name, module in named]
 
 
 def _matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from lightning_opt.core.measure.flops import operator_flops
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.trial import returns_views, storages_of, written_by
 
@@ -93,9 +93,12 @@ class _Recorder(TorchDispatchMode):
         new = [storage for storage in storages if storage not in self._producers]
         if returns_views(func):
             new = []
+        flops = 0
+        with suppress(Exception):  # a custom formula may raise, which must not stop a run
+            flops = operator_flops(func, args, kwargs, output)
         operator = Operator(
             key=(str(func), self._counts[str(func)]),
-            flops=count_flops(func, args, kwargs, output),
+            flops=flops,
             nbytes=sum(storage.nbytes() for storage in new),
             keepable=bool(new) and not is_random,
         )
@@ -104,24 +107,6 @@ class _Recorder(TorchDispatchMode):
         if operator.keepable:
             self._producers.update((storage, operator) for storage in new)
         return output
-
-
-def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Return the operations of one operator as torch counts them.
-
-    Attention is counted here: torch counts none on a CPU, and older versions fail with
-    grouped-query attention.
-    """
-    packet = getattr(func, "_overloadpacket", None)
-    if str(packet).startswith("aten._scaled_dot_product_"):
-        query, key, value = (tensor.shape for tensor in args[:3])
-        heads = query[1]
-        shapes = ((shape[0], heads, *shape[2:]) for shape in (query, key, value))
-        return int(sdpa_flop_count(*shapes))
-    with suppress(Exception):  # a custom formula may raise, which must not stop a run
-        if packet in flop_registry:
-            return int(flop_registry[packet](*args, **kwargs, out_val=output))
-    return 0
 
 
 def _generator_state(device: torch.device | None) -> Tensor:

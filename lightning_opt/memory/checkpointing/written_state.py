@@ -1,7 +1,8 @@
 """The buffers and attributes that a block writes, such as running statistics and counters.
 
 A recomputation reads the values that the first run read, and its writes are discarded, so running
-statistics are updated once per step.
+statistics are updated once per step. It also uses the parameters and buffers of the first run, as
+``torch.func.functional_call`` restores the module's own before the backward pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_opt.core.modules.patching import takes_hooks
 from lightning_opt.core.modules.preserve import ALWAYS_COPIED_BYTES, version_of
 from lightning_opt.core.modules.state_kinds import INTERNALS, PLAIN, has_user_state
 
@@ -83,6 +85,13 @@ class WrittenState:
     def __init__(self, module: nn.Module) -> None:
         self._name = type(module).__name__
         parts = list(enumerate(module.modules()))
+        self._own = [
+            Entry(place, name, value, (number, name))
+            for number, part in parts
+            if takes_hooks(part)  # the dictionaries of torch.jit are copies
+            for place in (part._parameters, part._buffers)
+            for name, value in place.items()
+        ]
         self._with_buffers = [(number, part) for number, part in parts if part._buffers]
         self._with_attributes = [
             (number, part) for number, part in parts if has_user_state(type(part))
@@ -104,14 +113,18 @@ class WrittenState:
                 if _is_state(name, value) if self._written is None else key in self._written:
                     yield Entry(vars(part), name, value, key)
 
-    def save(self) -> list[Saved]:
-        """Return the values before a run.
+    def save(self) -> tuple[list[Saved], list[Entry]]:
+        """Return the values before a run, and the tensors that are not the module's own.
 
         Large tensors that the first run has not written are not copied.
         """
+        swapped = []
+        for place, name, own, key in self._own:  # a comprehension costs a call in Python 3.11
+            if (value := place.get(name)) is not own and value is not None:
+                swapped.append(Entry(place, name, value, key))
         return [
             Saved(entry, version_of(entry.value), self._copy(entry)) for entry in self._entries()
-        ]
+        ], swapped
 
     def _copy(self, entry: Entry) -> Any:
         may_write = self._written is None or entry.key in self._written
@@ -145,17 +158,26 @@ class WrittenState:
             buffers = {(n, name) for n, part in self._with_buffers for name in part._buffers}
             self.read_only = buffers.isdisjoint(self._written)
 
-    def replace(self, values: dict[Key, Any]) -> list[Entry]:
-        """Replace each entry by a copy of its value in ``values``, or else of its current value.
+    def replace(self, values: dict[Key, Any], swapped: list[Entry]) -> list[Entry]:
+        """Insert the entries ``swapped``; replace all others by copies of their values.
 
-        Return the old entries.
+        Copies are made of the value in ``values``, or else of the current value.
+
+        Returns:
+            The old entries, in the order in which to restore them.
         """
+        old = []
+        for place, name, value, key in swapped:
+            # FSDP inserts the parameters of the first run itself, or keeps them elsewhere.
+            if name in place and place[name] is not value:
+                old.append(Entry(place, name, place[name], key))
+                place[name] = value
         if self.read_only and not values:
-            return []
+            return old
         entries = list(self._entries())
         for entry in entries:
             entry.place[entry.name] = _copied(values.get(entry.key, entry.value))
-        return entries
+        return entries + old
 
     @staticmethod
     def restore(entries: list[Entry]) -> None:

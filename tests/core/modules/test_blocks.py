@@ -100,6 +100,13 @@ def test_compiled_blocks_are_found_inside() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_modules_are_no_blocks() -> None:
     model = Attributes(scripted=torch.jit.script(nn.Linear(4, 4)), a=Layer(), b=Layer())
     assert names(model) == ["a", "b"]
+    scripted = [torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for _ in range(3)]
+    assert names(nn.Sequential(*scripted)) == []
+    layers = [part for _ in range(4) for part in (torch.jit.script(nn.Linear(4, 4)), nn.ReLU())]
+    assert names(nn.Sequential(*layers)) == []
+    inside = [nn.Sequential(part, nn.ReLU()) for part in scripted]
+    assert names(nn.Sequential(*inside)) == ["0", "1", "2"]

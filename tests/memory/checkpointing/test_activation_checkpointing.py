@@ -31,6 +31,7 @@ from tests.memory.architectures import (
     ARCHITECTURES,
     Nested,
     PlainLayers,
+    Residual,
     Transformer,
 )
 from tests.memory.runs import assert_identical, train, warnings_of
@@ -91,6 +92,7 @@ def test_invalid_arguments_raise_in_init(arguments: dict[str, Any], message: str
         ActivationCheckpointing(**arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_incompatible_models_and_strategies_raise() -> None:
     def fit(callback: Callback, model: Any = None, **settings: Any) -> None:
         quiet_trainer(callbacks=[callback], max_steps=1, **settings).fit(model or Transformer())
@@ -101,6 +103,20 @@ def test_incompatible_models_and_strategies_raise() -> None:
     single.layers = single.layers[:1]
     with pytest.raises(ValueError, match="finds no repeated blocks"):
         fit(ActivationCheckpointing("every_layer"), single)
+    scripted = Residual()
+    scripted.layers[1] = torch.jit.script(nn.Linear(8, 8))  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match=r"'layers\.1', which is a torch\.jit module"):
+        fit(ActivationCheckpointing("every_layer", modules=["layers.*"]), scripted)
+    lazy = Residual()
+    lazy.layers.append(nn.LazyLinear(8))
+    for callback in (
+        ActivationCheckpointing("selective"),
+        ActivationCheckpointing("auto", modules=["layers.0"]),
+        ActivationCheckpointing("every_layer", modules=["layers.4"]),
+    ):
+        with pytest.raises(ValueError, match="Run the model once on an example batch before fit"):
+            fit(callback, lazy)
+    fit(ActivationCheckpointing("every_layer", modules=["layers.0"]), lazy)
     with pytest.raises(ValueError, match=r"layers\.0 is checkpointed already"):
         quiet_trainer(
             callbacks=[ActivationCheckpointing("every_layer"), ActivationCheckpointing("sqrt")]

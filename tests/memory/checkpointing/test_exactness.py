@@ -39,7 +39,7 @@ def test_training_is_bit_identical(name: str, policy: str) -> None:
     callback = ActivationCheckpointing(policy, **POLICIES[policy])
     model = train(name, callback)
     # Each pass of a gradient penalty brings everything back, so the plan may be empty.
-    assert callback.plan or (policy, name) == ("auto", "GradientPenalty")
+    assert callback.plan or (policy == "auto" and name in ("GradientPenalty", "InputGradients"))
     assert_identical(model, unchecked(name))
 
 
