@@ -123,12 +123,14 @@ class Run:
             self.leaves, self._spec = tree_flatten((args, kwargs))
         self._objects = [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN_LEAVES)]
         self._tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self._tensors += tensors_of(self._objects)
+        self._generators = owner.generators
+        if self._objects:
+            self._tensors += tensors_of(self._objects)
+            received = [item for item in self._objects if isinstance(item, GENERATORS)]
+            self._generators = [*owner.generators, *received]
         self.devices = {tensor.device for tensor in self._tensors}
         if owner.parameter is not None:
             self.devices.add(owner.parameter.device)
-        received = (item for item in self._objects if isinstance(item, GENERATORS))
-        self._generators = [*owner.generators, *received]
         self._random = random_states(self.devices, self._generators)
         self._state_before, self._swapped = owner.state.save()
         self._overwritten: dict[Key, Any] = {}
@@ -180,7 +182,7 @@ class Run:
         (args, kwargs), self._arguments = self._arguments, None
         tensors, self._tensors = self._tensors, []
         objects, self._objects = self._objects, []
-        contents = contents_of(objects)
+        contents = contents_of(objects) if objects else []
         watched = [] if owner.has_run else [*tensors, *owner.module.parameters()]
         versions = [tensor._version for tensor in watched]
         forward = owner.original
@@ -194,9 +196,10 @@ class Run:
             for tensor, version in zip(watched, versions, strict=True):
                 if tensor._version != version:
                     raise InputChangedError(owner.module, tensor)
-        for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
-            if before != after:
-                raise InputChangedError(owner.module, item)
+        if objects:
+            for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
+                if before != after:
+                    raise InputChangedError(owner.module, item)
         return output
 
 
