@@ -162,7 +162,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             self._replica = Replica(
                 self._module, self.optimizers, self._replicas, self.plan, self._resumed or {}
             )
-            self._undo.callback(self._replica.worker.shutdown, wait=False)
+            self._undo.callback(self._replica.thread.close)
         self._resumed = None
 
     def _raise_if_batches_differ(self, batches: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning_opt.strategies.diloco.exchange import (
     reset_non_finite,
 )
 from lightning_opt.strategies.packing import chunks_of
+from lightning_opt.strategies.own_exchange import ExchangeThread
 
 
 class Fragment:
@@ -165,7 +166,7 @@ class Replica:
         state: A result of :meth:`state_dict`, or empty.
 
     Attributes:
-        worker: The thread of the exchanges.
+        thread: Runs the exchanges.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Replica:
         # The step at which to merge each fragment in flight, and its outcome.
         self._in_flight: dict[int, tuple[int, Future[Outcome]]] = {}
         self._norms: dict[int, Tensor] = {}
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="diloco")
+        self.thread = ExchangeThread()
         self._make_fragments(state.get("momentum", {}))
         device = self._fragments[0].outer.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -248,7 +249,7 @@ class Replica:
                 return outcome
 
         due = self._step + self._plan.delay
-        self._in_flight[number] = (due, self.worker.submit(run))
+        self._in_flight[number] = (due, self.thread.submit(run, Future()))
 
     @torch.no_grad()
     def _merge(self, number: int, average: bool = False) -> None:
