@@ -256,6 +256,8 @@ class CompressedReduction:
         for names, bucket in self.buckets.current.items():
             if bucket.exchange is not None and bucket.exchange.bound is not None:
                 bounds[names[0]] = float(bucket.exchange.bound)
+        # Another bound, after a step of zeros or NaN, is learned again.
+        bounds = {name: bound for name, bound in bounds.items() if 0 < bound < torch.inf}
         parameters = {name: parameter for parameter, name in self._names.items()}
         residuals = self.buckets.averaged(parameters)
         return {"step": self.step, "residuals": residuals, "bounds": bounds}
