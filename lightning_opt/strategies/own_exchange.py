@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from lightning_opt.trainer.lightning import BaseDDPStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+FutureType = TypeVar("FutureType")
 
 PIECE_BYTES = 2**18
 """Bytes per message. gloo sends a larger message in one direction at a time."""
@@ -47,20 +51,45 @@ def start_all_to_all(
     return works, lambda: received.transpose(0, 1).reshape(count, -1)[:, :row]
 
 
-class OwnExchangeStrategy(CustomExchange, BaseDDPStrategy):
-    """DDP with its own exchange, whose state is saved in checkpoints.
+class ExchangeThread:
+    """Runs functions one after the other in a daemon thread.
+
+    Unlike an executor's thread, Python does not wait for it at exit. So an exception on one rank
+    ends its process, even if an exchange still waits for another rank.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Any, Callable[[], Any]] | None] = SimpleQueue()
+        Thread(target=self._run, daemon=True).start()
+
+    def submit(self, function: Callable[[], Any], future: FutureType) -> FutureType:
+        """Call the function in the thread, and set its result or exception on ``future``."""
+        self._tasks.put((future, function))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the submitted functions, without waiting for it."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        for future, function in iter(self._tasks.get, None):
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised where the result is read
+                future.set_exception(error)
+            del future, function  # and with them tensors of the model's size
+
+
+class OwnHookStrategy(BaseDDPStrategy):
+    """DDP that accepts no communication hook of the user.
 
     Args:
         **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Attributes:
-        title: Name in messages.
-        checkpoint_key: Key of the state in checkpoints.
         forbidden: Arguments of DDP that cannot be given.
     """
 
-    title: ClassVar[str]
-    checkpoint_key: ClassVar[str]
     forbidden: ClassVar[tuple[str, ...]] = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
 
     def __init__(self, **kwargs: Any) -> None:
@@ -70,6 +99,24 @@ class OwnExchangeStrategy(CustomExchange, BaseDDPStrategy):
                     f"{type(self).__name__} has its own exchange, so {name} cannot be given. Use "
                     "lightning.pytorch.strategies.DDPStrategy for yours."
                 )
+        super().__init__(**kwargs)
+
+
+class OwnExchangeStrategy(CustomExchange, OwnHookStrategy):
+    """DDP with its own exchange, whose state is saved in checkpoints.
+
+    Args:
+        **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+
+    Attributes:
+        title: Name in messages.
+        checkpoint_key: Key of the state in checkpoints.
+    """
+
+    title: ClassVar[str]
+    checkpoint_key: ClassVar[str]
+
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._resumed: Mapping[str, Any] | None = None
         self._undo = ExitStack()
@@ -104,7 +151,7 @@ class OwnExchangeStrategy(CustomExchange, BaseDDPStrategy):
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == "fit":
             self._resumed = checkpoint.get(self.checkpoint_key)
-            if self._resumed is None:
+            if self._resumed is None and self.world_size > 1:  # else there is nothing to exchange
                 rank_zero_warn(
                     f"This checkpoint was written without {self.title}, which starts from scratch."
                 )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
+from zlib import crc32
 
 from lightning_opt.trainer.lightning import DEFAULT
 
@@ -94,7 +95,7 @@ def _module_of_file(path: str) -> ModuleType:
     name = file.stem
     loaded = sys.modules.get(name)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() != file:
-        name = f"_{name}_{abs(hash(file)):x}"  # another module has this name
+        name = f"_{name}_{crc32(bytes(file)):x}"  # another module has this name
         loaded = sys.modules.get(name)
     if loaded is not None:
         return loaded

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -445,6 +446,19 @@ def test_ctrl_c_ends_a_hanging_training():
 
 
 # --- factories ----------------------------------------------------------------------------------
+
+
+def test_second_file_of_a_name_has_the_same_module_name_in_every_process(tmp_path, monkeypatch):
+    path = os.pathsep.join(sys.path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source = "def function():\n    pass\n"
+    (file := tmp_path / "json.py").write_text(source)  # a module of this name is loaded
+    own = import_attribute(f"{file}:function").__module__
+    code = f"from {import_attribute.__module__} import import_attribute as get; import json; "
+    code += f"print(get({f'{file}:function'!r}).__module__)"
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env=environment, text=True).strip() == own
 
 
 def test_file_path_is_imported_with_its_neighbours(tmp_path, monkeypatch):

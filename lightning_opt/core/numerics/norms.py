@@ -15,6 +15,7 @@ from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_opt.core.modules.sharding import (
@@ -243,9 +244,9 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device.
 
-    A quantized tensor whose subclass has no norm is skipped.
+    A quantized tensor whose subclass has no norm, and a lazy layer's without values are skipped.
     """
-    parts = {name: as_real(_stored(local_part(t.detach()))) for name, t in tensors.items()}
+    parts = {n: _stored(local_part(t.detach())) for n, t in tensors.items() if not is_lazy(t)}
     finite: dict[str, Tensor] = {}
     for name, part in parts.items():
         if part.is_floating_point() and part.numel():
@@ -262,7 +263,7 @@ def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """Return the values that a sparse tensor stores, and any other tensor as it is."""
+    """Return a tensor, or the values that a sparse tensor stores, as real numbers."""
     if tensor.layout is torch.strided:
-        return tensor
-    return (tensor.coalesce() if tensor.is_sparse else tensor).values()
+        return as_real(tensor)
+    return as_real((tensor.coalesce() if tensor.is_sparse else tensor).values())

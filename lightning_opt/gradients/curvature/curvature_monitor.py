@@ -66,6 +66,7 @@ class CurvatureMonitor(RunCallback):
         ValueError: In ``__init__`` for settings out of range; in ``setup`` in the same cases as
             :class:`CurvaturePreconditioner`; in ``on_fit_start`` for complex weights and embeddings
             with sparse gradients.
+        ValueError: At the first measurement, if a lazy layer has no weights yet.
         RuntimeError: At the first measurement, if an operator has no second derivative.
 
     References:
@@ -133,10 +134,11 @@ class CurvatureMonitor(RunCallback):
         generator = torch.Generator(module.device)
         generator.manual_seed(trainer.global_step)
         context = twice_differentiable_loss(NAME, trainer, module, batch, batch_idx, self.fraction)
+        groups = step_groups(trainer)
         with context as loss:
-            if loss is None:
+            if loss is None and not groups:
                 return {}
-            product = _averaged_over_ranks(hessian_product(loss, params), step_groups(trainer))
+            product = _averaged_over_ranks(hessian_product(loss, params), groups)
             trace = estimate_trace(product, params, self.n_samples, generator)
             limits = self.max_iterations, self.tolerance
             top = largest_eigenvalue(product, params, *limits, generator)

@@ -244,13 +244,9 @@ class CurvaturePreconditioner(GradientCallback):
             estimate_index * trainer.world_size + trainer.global_rank
         )
         with twice_differentiable_loss(NAME, trainer, module, *self._batch, self.fraction) as loss:
-            if loss is None:
-                sample = [torch.zeros_like(parameter) for parameter in params.values()]
-            else:
-                product = hessian_product(loss, list(params.values()))
-                sample = sample_diagonal(product, list(params.values()), generator)
-                del product
-            del loss
+            product = hessian_product(loss, list(params.values()))
+            sample = sample_diagonal(product, list(params.values()), generator)
+            del product, loss
         mean = mean_over_ranks(sample, step_groups(trainer))
         self._preconditioner.update(dict(zip(params, mean, strict=True)))
 

@@ -19,7 +19,7 @@ from lightning_opt.core.modules.batches import UnsplittableBatchError, read_batc
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, reduce_over
-from lightning_opt.core.modules.trial import loss_of, without_side_effects
+from lightning_opt.core.modules.trial import loss_of, raise_if_lazy, without_side_effects
 from lightning_opt.trainer.lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning_opt.trainer.run_callback import raise_if_dataloader_iter
 
@@ -40,7 +40,7 @@ def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> No
             "to differentiate. Use automatic optimisation, or hessian_diagonal in training_step."
         )
     raise_if_dataloader_iter(owner, module, "whose loss can be computed again.")
-    if trainer.precision in ("bf16-true", "16-true", "transformer-engine"):
+    if trainer.precision.startswith(("bf16-true", "16-true", "transformer-engine")):
         raise ValueError(
             f"{owner} needs weights in float32, and precision is {trainer.precision!r}. Second "
             "derivatives lose their digits in half precision; use 'bf16-mixed' or '16-mixed'."
@@ -82,8 +82,10 @@ def twice_differentiable_loss(
     (BatchNorm needs two samples). ``owner`` is the callback's name.
 
     Raises:
+        ValueError: If a lazy layer has no weights yet.
         RuntimeError: If the loss cannot be differentiated twice inside the context.
     """
+    raise_if_lazy(owner, module)  # a validation before training may have initialized the weights
     part, why = batch, f"those of type {type(batch).__name__} cannot be split into samples"
     if fraction < 1:
         with suppress(UnsplittableBatchError):

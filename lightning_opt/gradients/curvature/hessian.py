@@ -175,14 +175,18 @@ def top_eigenvalue(
     return largest_eigenvalue(product, params, max_iterations, tolerance, generator)
 
 
-def hessian_product(loss: Tensor, params: Tensors) -> Product:
+def hessian_product(loss: Tensor | None, params: Tensors) -> Product:
     """Return a function that multiplies the Hessian with vectors. All calls share one graph.
+
+    The Hessian of None is zero.
 
     Raises:
         RuntimeError: If the loss is not a real scalar, or a function in the graph has no second
             derivative.
     """
-    gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
+    gradients: Sequence[Tensor | None] = [None] * len(params)
+    if loss is not None:
+        gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
     _check_differentiable(gradients)
     # A gradient without a graph is a constant: its row of the Hessian is zero.
     nonconstant_gradients = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import check_at_least, check_positive
@@ -265,7 +266,7 @@ class NonFiniteGuard(GradientCallback):
             self._respond(trainer, pl_module)
             return
         self._good_batches += 1
-        snapshot_due = self._good_batches >= self.snapshot_every_n_steps
+        snapshot_due = self._good_batches >= self.snapshot_every_n_steps or not self._snapshot
         if self.escalation.policy == "rollback" and snapshot_due:
             self._count_delayed(self._delayed.flush())
             self._good_batches -= len(self._faults)
@@ -309,7 +310,9 @@ class NonFiniteGuard(GradientCallback):
         damaged = self._find_damage(trainer, pl_module)
         faults, self._faults = self._faults, []
         if not faults and not damaged:
-            self._snapshot.take(trainer, self._tensors(pl_module))
+            tensors = self._tensors(pl_module)
+            if not any(map(is_lazy, tensors.values())):  # else after the first good step
+                self._snapshot.take(trainer, tensors)
             self._restores = self._good_batches = 0
             return
         if damaged:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_opt.core.measure.timing import wait_for
@@ -46,10 +47,11 @@ class BufferBackup:
         """Find the buffers and copy them."""
         # Store module and name, because a module may assign a new tensor at every step.
         found: dict[Tensor, tuple[nn.Module, str]] = {}
+        self._has_lazy = any(map(is_lazy, self._module.buffers()))
         for module in self._module.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                is_small = 0 < buffer.numel() <= MAX_ELEMENTS and buffer.layout is torch.strided
-                if is_small and buffer.dtype is not torch.bool:
+                is_small = not is_lazy(buffer) and 0 < buffer.numel() <= MAX_ELEMENTS
+                if is_small and buffer.layout is torch.strided and buffer.dtype is not torch.bool:
                     found.setdefault(buffer, (module, name))
         self._places = list(found.values())
         live = self._live()
@@ -65,10 +67,10 @@ class BufferBackup:
     @torch.no_grad()
     def restore_or_save(self, restore: Condition) -> None:
         """Restore the buffers if ``restore`` holds, else save their current values."""
-        if not self._places:
+        if not self._places and not self._has_lazy:
             return
         live = self._live()
-        if list(map(_form, live)) != self._forms:
+        if self._has_lazy or list(map(_form, live)) != self._forms:
             self._save()  # the model's buffers have changed
         elif isinstance(restore, Tensor):
             restore = restore.bool()

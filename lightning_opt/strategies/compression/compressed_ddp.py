@@ -20,8 +20,8 @@ from lightning_opt.strategies.compression.choice import AutoChoice, Ramp, Scheme
 from lightning_opt.strategies.compression.exchange import all_reduce_mean
 from lightning_opt.strategies.compression.hook import CompressedReduction
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
-from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
-from lightning_opt.trainer.lightning import BaseDDPStrategy, is_overridden
+from lightning_opt.strategies.own_exchange import OwnExchangeStrategy, OwnHookStrategy
+from lightning_opt.trainer.lightning import is_overridden
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 
@@ -259,7 +259,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         super().teardown()
 
 
-class HookedDDPStrategy(BaseDDPStrategy):
+class HookedDDPStrategy(OwnHookStrategy):
     """DDP that sends gradients in a half-precision dtype, with gloo too.
 
     Args:
@@ -268,7 +268,7 @@ class HookedDDPStrategy(BaseDDPStrategy):
             :class:`~torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
-        ValueError: For an unknown hook.
+        ValueError: For an unknown hook, or another communication hook.
     """
 
     def __init__(self, hook: Literal["fp16", "bf16"] = "fp16", **kwargs: Any) -> None:

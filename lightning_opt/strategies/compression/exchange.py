@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import torch
@@ -24,7 +23,7 @@ from torch.futures import Future, collect_all
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.compressors import Codec, Compressor, Quantize
-from lightning_opt.strategies.own_exchange import all_to_all, start_all_to_all
+from lightning_opt.strategies.own_exchange import ExchangeThread, all_to_all, start_all_to_all
 from lightning_opt.strategies.packing import (
     any_flag,
     is_finite,
@@ -199,7 +198,7 @@ class TwoStageExchange(Exchange):
         residual: See :class:`Exchange`.
         group: A process group that nothing else uses: the stages of all buckets must be launched in
             the same order on all ranks.
-        worker: One thread, the same for all buckets, which runs the stages in order on a CPU.
+        thread: Runs the stages in order on a CPU; the same for all buckets.
     """
 
     def __init__(
@@ -207,10 +206,10 @@ class TwoStageExchange(Exchange):
         compressor: Quantize,
         residual: Residual,
         group: dist.ProcessGroup,
-        worker: ThreadPoolExecutor,
+        thread: ExchangeThread,
     ) -> None:
         super().__init__(residual)
-        self._group, self._worker = group, worker
+        self._group, self._thread = group, thread
         committed, world = residual.committed, self._world
         # Shards end at the end of a block; the last shards of a small bucket may be empty.
         size = -(-len(committed) // (world * compressor.block)) * compressor.block
@@ -241,17 +240,13 @@ class TwoStageExchange(Exchange):
             # torch calls `finish` now, on a stream that waits for the first stage.
             future = work.get_future().then(finish)
             return future
+
+        def run() -> Tensor:
+            self._received.copy_(all_to_all(self._sent, self._group))
+            return self._finish(gradient, scale)
+
         future = Future()
-
-        def run() -> None:
-            try:
-                self._received.copy_(all_to_all(self._sent, self._group))
-                future.set_result(self._finish(gradient, scale))
-            except Exception as error:  # noqa: BLE001 - DDP raises it in the backward pass
-                future.set_exception(error)  # type: ignore[arg-type]
-
-        self._worker.submit(run)
-        return future
+        return self._thread.submit(run, future)  # DDP raises an error in the backward pass
 
     def _finish(self, gradient: Tensor, scale: Scalar) -> Tensor:
         """Encode and gather the means of the shards, and decode them into the gradient.

@@ -9,7 +9,6 @@ and decodes the mean. The unsent rest stays in the residual.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -30,6 +29,7 @@ from lightning_opt.strategies.compression.exchange import (
     dense_bytes,
 )
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
+from lightning_opt.strategies.own_exchange import ExchangeThread
 
 MODES = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0, torch.dtype: 5.0}
 """Values of ``comm/mode``; 4 for other compressors."""
@@ -147,7 +147,7 @@ class CompressedReduction:
         self._scale = torch.ones(())
         self._launched: list[Bucket] = []  # of the latest step
         self._elements = 0  # in the latest step
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
+        self._thread = ExchangeThread()
         self._own_group: dist.ProcessGroup | None = None
         # The residual of the mean, in two stages, cannot exclude unused parameters.
         is_quantized = any(isinstance(scheme, Quantize) for scheme in schemes)
@@ -200,7 +200,7 @@ class CompressedReduction:
             bucket.compressor, bucket.exchange = compressor, None
             group = self._own_group
             if group is not None and isinstance(compressor, Quantize):
-                bucket.exchange = TwoStageExchange(compressor, bucket, group, self._worker)
+                bucket.exchange = TwoStageExchange(compressor, bucket, group, self._thread)
             elif compressor is not None:
                 bound = self._bounds.get(next(iter(parameters)))
                 bucket.exchange = GatherExchange(compressor, bucket, bound)
@@ -245,7 +245,7 @@ class CompressedReduction:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._worker.shutdown(wait=False)
+        self._thread.close()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -256,6 +256,8 @@ class CompressedReduction:
         for names, bucket in self.buckets.current.items():
             if bucket.exchange is not None and bucket.exchange.bound is not None:
                 bounds[names[0]] = float(bucket.exchange.bound)
+        # Another bound, after a step of zeros or NaN, is learned again.
+        bounds = {name: bound for name, bound in bounds.items() if 0 < bound < torch.inf}
         parameters = {name: parameter for parameter, name in self._names.items()}
         residuals = self.buckets.averaged(parameters)
         return {"step": self.step, "residuals": residuals, "bounds": bounds}

@@ -16,6 +16,7 @@ from lightning_opt.core.arguments import (
 )
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.core.modules.trial import raise_if_lazy
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.strategies.diloco.exchange import (
     CODECS,
@@ -74,8 +75,9 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     Raises:
         ValueError: For arguments out of range, more fragments than ``sync_every``, or a ``delay``
-            that is not shorter than the window; in ``setup`` for LBFGS and for sharded parameters;
-            before the first step if processes have different numbers of batches.
+            that is not shorter than the window; in ``setup`` for LBFGS, for sharded parameters,
+            lazy layers without weights, and a model of which nothing is trained; before the first
+            step if processes have different numbers of batches.
 
     References:
         Douillard et al. (2023), *DiLoCo: Distributed Low-Communication Training of Language
@@ -128,6 +130,9 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         if self.world_size == 1:
             return  # nothing to exchange
         module = self._module
+        raise_if_lazy(self.title, module)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError("DiLoCo needs a parameter with requires_grad=True to train.")
         processes = self.num_processes if self.num_nodes > 1 else 1
         if self._replicas is None:
             self._replicas, self.step_group = make_groups(processes, self._timeout)
@@ -162,7 +167,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             self._replica = Replica(
                 self._module, self.optimizers, self._replicas, self.plan, self._resumed or {}
             )
-            self._undo.callback(self._replica.worker.shutdown, wait=False)
+            self._undo.callback(self._replica.thread.close)
         self._resumed = None
 
     def _raise_if_batches_differ(self, batches: float) -> None:

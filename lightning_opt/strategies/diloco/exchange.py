@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from lightning_opt.core.modules.sharding import gather_objects, largest_over_ranks
+from lightning_opt.core.numerics.norms import as_real
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.own_exchange import all_to_all
 from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
@@ -184,8 +185,16 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 
 
 def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, float]:
-    """Return the sum of each floating tensor, to detect changes. Waits for devices."""
-    sums = [tensor.detach().double().sum() for tensor in tensors.values()]
+    """Return a weighted sum of each floating tensor, to detect changes. Waits for devices.
+
+    Each position has its own weight, a cosine. So a permutation changes the sum too.
+    """
+    sums = []
+    for total in (tensor.detach().double() for tensor in tensors.values()):
+        while total.ndim:
+            positions = torch.arange(total.shape[-1], device=total.device).double()
+            total = total @ (positions + total.ndim / 10).cos()
+        sums.append(total)
     return dict(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))
 
 
@@ -229,7 +238,7 @@ def average_states(optimizer: Optimizer) -> None:
     states: dict[Key, Tensor] = {}
     for number, parameter in enumerate(parameters):
         state = optimizer.state.get(parameter, {})
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        tensors = {key: as_real(value) for key, value in state.items() if isinstance(value, Tensor)}
         if all(t.is_floating_point() or t.numel() == 1 for t in tensors.values()):
             for key, value in tensors.items():
                 if value.is_floating_point():
@@ -245,7 +254,8 @@ def average_states(optimizer: Optimizer) -> None:
 def reset_non_finite(optimizer: Optimizer) -> None:
     """Zero the state of each parameter whose state is not finite."""
     for state in optimizer.state.values():
-        tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        tensors = [v for v in state.values() if isinstance(v, Tensor)]
+        tensors = [v for v in tensors if v.is_floating_point() or v.is_complex()]
         if not all(bool(tensor.isfinite().all()) for tensor in tensors):
             for tensor in tensors:
                 tensor.zero_()

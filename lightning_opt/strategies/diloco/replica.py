@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm as norm
 from torch.optim import Optimizer
 
+from lightning_opt.core.numerics.norms import as_real
 from lightning_opt.strategies.diloco.exchange import (
     Key,
     Outcome,
@@ -27,6 +28,7 @@ from lightning_opt.strategies.diloco.exchange import (
     exchange,
     reset_non_finite,
 )
+from lightning_opt.strategies.own_exchange import ExchangeThread
 from lightning_opt.strategies.packing import chunks_of
 
 
@@ -46,17 +48,21 @@ class Fragment:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
-        flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+        flat = torch.cat([tensor.flatten() for tensor in self.tensors()])
         self.outer = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self.momentum = torch.zeros_like(self.outer)
         self.residual = torch.zeros_like(self.outer)
         self.pseudo_gradient: Tensor | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters as real numbers without a graph; views."""
+        return [as_real(parameter.detach()) for parameter in self.parameters.values()]
+
     def parts(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter with its part of a flat tensor, in the parameter's shape."""
-        parameters = [parameter.detach() for parameter in self.parameters.values()]
-        pieces = flat.split([parameter.numel() for parameter in parameters])
-        return [(p, piece.view(p.shape)) for p, piece in zip(parameters, pieces, strict=True)]
+        """Return each of :meth:`tensors` with its part of a flat tensor, in its shape."""
+        tensors = self.tensors()
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        return [(one, piece.view(one.shape)) for one, piece in zip(tensors, pieces, strict=True)]
 
     def set_outer(self) -> None:
         """Copy this replica's weights to the shared weights."""
@@ -165,7 +171,7 @@ class Replica:
         state: A result of :meth:`state_dict`, or empty.
 
     Attributes:
-        worker: The thread of the exchanges.
+        thread: Runs the exchanges.
     """
 
     def __init__(
@@ -185,7 +191,7 @@ class Replica:
         # The step at which to merge each fragment in flight, and its outcome.
         self._in_flight: dict[int, tuple[int, Future[Outcome]]] = {}
         self._norms: dict[int, Tensor] = {}
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="diloco")
+        self.thread = ExchangeThread()
         self._make_fragments(state.get("momentum", {}))
         device = self._fragments[0].outer.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -208,9 +214,13 @@ class Replica:
                 part.copy_(momentum[name])
 
     def _tensors(self) -> dict[Key, Tensor]:
-        """Return all floating tensors by name and shape; a model may assign new buffers."""
+        """Return all floating or complex tensors by name and shape, as real numbers; views.
+
+        A model may assign new buffers.
+        """
         named = (*self._module.named_parameters(), *self._module.named_buffers())
-        floating = ((name, one) for name, one in named if one.is_floating_point() and one.numel())
+        real = ((name, as_real(one.detach())) for name, one in named)
+        floating = ((name, one) for name, one in real if one.is_floating_point() and one.numel())
         return {(name, tuple(one.shape)): one for name, one in floating}
 
     def before_step(self) -> None:
@@ -248,7 +258,7 @@ class Replica:
                 return outcome
 
         due = self._step + self._plan.delay
-        self._in_flight[number] = (due, self.worker.submit(run))
+        self._in_flight[number] = (due, self.thread.submit(run, Future()))
 
     @torch.no_grad()
     def _merge(self, number: int, average: bool = False) -> None:

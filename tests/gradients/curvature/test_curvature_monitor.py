@@ -1,12 +1,15 @@
 """CurvatureMonitor compared with autograd's Hessian."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 import lightning_opt as lo
 from lightning_opt.gradients.curvature.curvature_monitor import edge_of
+from lightning_opt.gradients.curvature.differentiable_loss import check_run
 from tests.gradients.curvature.test_curvature_preconditioner import hessian_of
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
@@ -67,6 +70,49 @@ def test_two_ranks_measure_their_joint_hessian():
     ours, theirs = launch(measure_on_ranks)
     assert ours == theirs
     check(ours)
+
+
+class LossOnFirst(SmallNet):
+    """Rank 1 has no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if self.global_rank == 1 else super().training_step(batch, batch_idx)
+
+
+class Compare(Callback):
+    """Computes the sharpness of this rank's batch, and ends the run before its first step."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        loss, params = module.step(batch), list(module.parameters())
+        self.sharpness = lo.top_eigenvalue(loss, params, 60, 1e-4).value
+        raise ArithmeticError("enough")
+
+
+def measure_without_a_loss_on_one_rank() -> tuple[float, float]:
+    callback, compare = monitor(n_samples=2), Compare()
+    trainer = quiet_trainer(callbacks=[callback, compare], devices=2, strategy="ddp")
+    with pytest.raises(ArithmeticError, match="enough"):
+        trainer.fit(LossOnFirst(), loader_of(2))
+    return callback.history[0]["sharpness"], compare.sharpness
+
+
+@pytest.mark.distributed
+def test_rank_without_a_loss_counts_as_a_loss_of_zero():
+    (ours, of_batch), (theirs, _) = launch(measure_without_a_loss_on_one_rank)
+    assert ours == theirs == pytest.approx(of_batch / 2, rel=1e-3)
+
+
+def test_lazy_layer_without_weights_raises():
+    model = SmallNet()
+    model.lazy = torch.nn.LazyLinear(3)
+    with pytest.raises(ValueError, match=r"CurvatureMonitor needs the weights.*dummy forward pass"):
+        quiet_trainer(callbacks=[monitor()]).fit(model, loader_of(2))
+
+
+def test_half_precision_of_transformer_engine_raises():
+    trainer = SimpleNamespace(strategy=None, precision="transformer-engine-float16")
+    with pytest.raises(ValueError, match="needs weights in float32"):
+        check_run("CurvatureMonitor", trainer, SmallNet())  # type: ignore[arg-type]
 
 
 def test_one_measurement_per_step_under_accumulation():

@@ -76,6 +76,26 @@ def test_schedulers_step_and_post_hooks_run_at_a_skipped_step() -> None:
     assert model.trainer.optimizers[0].param_groups[0]["lr"] == 0.02 * 0.25
 
 
+class Lazy(FaultyNet):
+    """A model whose first forward pass creates weights and running statistics."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.encoder, self.norm = nn.LazyLinear(5), nn.LazyBatchNorm1d()
+
+
+def test_layers_that_are_lazy_at_the_start_are_guarded() -> None:
+    models = []
+    for policy, settings in (("skip", {"faults": {5: "nan"}}), (None, {"leave_out": {5}})):
+        torch.manual_seed(0)
+        guards = [lo.NonFiniteGuard(policy, lr_backoff=1.0)] if policy else []
+        models.append(fit(Lazy(**settings), *guards))
+    assert_same_weights(*models)
+    rolling = lo.NonFiniteGuard("rollback")
+    assert all_finite(fit(Lazy({5: "weight"}), rolling))
+    assert rolling.escalation.rollbacks == 1
+
+
 class Masked(FaultyNet):
     """A model with a mask of -inf from the start and one from the forward pass."""
 

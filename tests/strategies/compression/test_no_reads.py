@@ -97,6 +97,19 @@ def test_device_path_reads_nothing_and_equals_the_cpu_path(monkeypatch, scheme, 
     assert all(rest.isfinite().all() for rest in device_kept)
 
 
+def test_bound_that_is_not_finite_is_not_saved(monkeypatch):
+    simulate_ranks(monkeypatch, 2)
+    take_device_path(monkeypatch)
+    parameters = [torch.zeros(size) for size in SIZES]
+    hook = reduction(SCHEMES["auto threshold"], parameters)
+    first, second = gradients(0)
+    second.fill_(math.nan)
+    hook.reduce(SimulatedBucket(0, parameters[:1], first)).wait()  # type: ignore[arg-type]
+    hook.reduce(SimulatedBucket(1, parameters[1:], second)).wait()  # type: ignore[arg-type]
+    assert list(hook.state_dict()["bounds"]) == ["p0"]
+    hook.close()
+
+
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_local_clipping_reads_nothing(algorithm, dtype):

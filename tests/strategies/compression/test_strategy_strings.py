@@ -93,7 +93,6 @@ def test_configuration_file_creates_the_strategy(given, created, monkeypatch):
         ({"warmup_steps": 2, "static_graph": True}, "warmup_steps .* at least 3"),
         ({"ramp_steps": -1}, "ramp_steps"),
         ({"every_n_steps": 0}, "every_n_steps"),
-        ({"ddp_comm_hook": print}, "ddp_comm_hook"),
     ],
 )
 def test_invalid_arguments_raise(settings, words):

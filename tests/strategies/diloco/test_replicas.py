@@ -235,12 +235,14 @@ def _same_start_and_buffers() -> None:
             module.table = torch.ones(2 + rank)  # as long as the longest sequence of a replica
             if rank == 1:
                 module.shift.fill_(4.0)
+                module.queue.copy_(module.queue.roll(1))
                 module.assigned = torch.tensor(4.0)
                 module.alone = torch.tensor(4.0)
                 module.odd.fill_(torch.nan)
 
     model, rank = Net(), dist.get_rank()
     model.register_buffer("shift", torch.tensor(2.0 + rank))
+    model.register_buffer("queue", torch.arange(4.0))
     model.register_buffer("odd", torch.tensor(5.0))
     model.register_buffer("assigned", torch.tensor(2.0))
     for name in ("late", "table", "alone"):
@@ -251,6 +253,7 @@ def _same_start_and_buffers() -> None:
     fit(model, lo.DiLoCoStrategy(4), callbacks=[callback])
     assert (float(model.shift), float(model.assigned), float(model.odd)) == (3.0, 3.0, 5.0)
     assert float(model.late) == 1.5
+    assert model.queue.tolist() == [1.5, 0.5, 1.5, 2.5]
     assert (len(model.table), model.alone is None) == (2 + rank, rank == 0)
     assert model.synced.process_group is None
 
@@ -273,11 +276,61 @@ def _averaged_optimizer_states() -> None:
         optimizer.state[p]["momentum_buffer"].tolist() for p in parameters if p in optimizer.state
     ]
     assert means == [[2.0, 2.0], [1.0, 1.0], [5.0, 5.0]][: 3 - rank]
+    weight = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {"momentum_buffer": torch.full((1,), complex(rank, 1.0))}
+    average_states(optimizer)
+    assert optimizer.state[weight]["momentum_buffer"].tolist() == [0.5 + 1j]
+    optimizer.state[weight]["momentum_buffer"].fill_(torch.nan)
+    average_states(optimizer)
+    assert optimizer.state[weight]["momentum_buffer"].tolist() == [0j]
 
 
 def _unequal_batches() -> None:
     with pytest.raises(ValueError, match="as many batches on every process, got from 14 to 16"):
         fit(Net(fewer=2), lo.DiLoCoStrategy(4))
+
+
+class Spectral(Net):
+    """A model with complex weights and a complex buffer, or with pairs of real numbers instead."""
+
+    def __init__(self, as_pairs: bool) -> None:
+        super().__init__(optimizer="Adam")
+        generator = torch.Generator().manual_seed(0)
+        pairs, zeros = torch.randn(6, 3, 2, generator=generator), torch.zeros(2, 2)
+        self.as_pairs = as_pairs
+        self.weight = nn.Parameter(pairs if as_pairs else torch.view_as_complex(pairs))
+        self.register_buffer("phase", zeros if as_pairs else torch.view_as_complex(zeros))
+
+    def pairs(self) -> list[Tensor]:
+        own = [self.weight.detach(), self.phase]
+        return own if self.as_pairs else [torch.view_as_real(one) for one in own]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = torch.view_as_complex(self.weight) if self.as_pairs else self.weight
+        self.pairs()[1].fill_(self.global_rank)
+        products = batch[0].to(weight.dtype) @ weight
+        return super().training_step(batch, batch_idx) + products.abs().square().mean()
+
+
+def _complex_weights() -> None:
+    """Complex weights are trained like pairs of real ones."""
+    models = Spectral(True), Spectral(False)
+    for model in models:
+        fit(model, lo.DiLoCoStrategy(4, fragments=2, delay=1, outer_momentum=0.5))
+    for pairs, others in zip(models[0].pairs(), models[1].pairs(), strict=True):
+        assert torch.equal(pairs, others)
+        assert all(torch.equal(pairs, one) for one in of_all_ranks(pairs))
+    assert models[1].phase.tolist() == [0.5 + 0.5j] * 2
+
+
+def _nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="DiLoCo needs a parameter with requires_grad=True"):
+        fit(Net().requires_grad_(False), lo.DiLoCoStrategy(4))
+    model = Net()
+    model.lazy = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match=r"DiLoCo needs the weights.*Run a dummy forward pass"):
+        fit(model, lo.DiLoCoStrategy(4))
 
 
 def _run_all(folder: str) -> None:
@@ -288,6 +341,8 @@ def _run_all(folder: str) -> None:
     _unfrozen()
     _same_start_and_buffers()
     _unequal_batches()
+    _complex_weights()
+    _nothing_to_train()
     _averaged_optimizer_states()
 
 
