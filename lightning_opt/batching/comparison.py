@@ -42,6 +42,9 @@ ROUNDING = 1e-6
 ONLY_FLOAT_IS_DROPOUT = ("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions with exactly one positional float argument, the dropout rate."""
 
+MAX_NAMES = 5
+"""Maximum number of names in a warning."""
+
 PARTS = 3
 """Number of parts. With two, a loss over the hardest half of the samples stays undetected."""
 
@@ -206,9 +209,11 @@ class Comparison:
                 "by `count.clamp(min=1)`."
             )
         elif difference > TOLERANCE * norm and noise > difference / 10:
+            moved = sorted(advanced(after_one_step, after_two_steps, after_two_steps))
+            cause = f"training_step changes {moved[:MAX_NAMES]}, or because of" if moved else "of"
             self.problem = (
-                "the same samples give another gradient when training_step runs again, because of "
-                "state or random numbers from outside torch."
+                "the same samples give another gradient when training_step runs again, because "
+                f"{cause} state or random numbers from outside torch."
             )
         else:
             self.error = difference / norm

@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_opt.batching.comparison import TOLERANCE, Comparison
+from lightning_opt.batching.comparison import MAX_NAMES, TOLERANCE, Comparison
 from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.measure.exhaustion import recover_memory
 from lightning_opt.core.modules.batches import UnsplittableBatchError
@@ -30,9 +30,6 @@ MAX_SAMPLES = 8
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
 """The strategies under which batches are checked. Under others, forward and backward passes contain
 collectives: if one rank cannot split its samples, the other ranks wait forever."""
-
-MAX_NAMES = 5
-"""Maximum number of names in a warning."""
 
 
 class SplitCheck:
@@ -109,10 +106,16 @@ class SplitCheck:
         def largest(*numbers: float) -> list[float]:
             return largest_over_ranks(numbers, device, groups[0]) if groups else list(numbers)
 
-        samples = found.count_samples()
+        try:
+            samples = found.count_samples()
+        except Exception:  # of the user's function
+            largest(1)
+            raise
         if samples == 1 and not self._runs_parts:
             found.problem = "a batch has only one sample."
         fewest = -largest(-samples)[0]
+        if fewest < 0:
+            raise RuntimeError("Another rank failed to split its batch.")
         samples = int(min(fewest, MAX_SAMPLES, max(2, size or MAX_SAMPLES)))
         while samples > 1:
             found.compare(samples, self._batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 import sys
@@ -10,6 +9,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_opt.core.arguments import check_one_of, check_positive
 from lightning_opt.core.measure.machine import describe_machine
@@ -119,8 +120,8 @@ def autotune(
 
 
 def _check_rank() -> None:
-    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK") if name in os.environ), "0")
-    if rank != "0":
+    rank = rank_zero_only.rank  # type: ignore[attr-defined] # Lightning's, also under SLURM
+    if rank:
         raise RuntimeError(
             f"autotune was called in rank {rank} of a distributed run. Each rank would search and "
             "could find different settings. Search in a separate script, save the result with "

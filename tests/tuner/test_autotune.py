@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_opt as lo
 from lightning_opt.tuner.autotune import parse_budget, start_timeout
@@ -88,7 +89,8 @@ def test_invalid_arguments_raise_before_any_run(arguments: dict[str, Any], match
 
 
 def test_search_on_another_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    # Lightning sets it from RANK, LOCAL_RANK, SLURM_PROCID or JSM_NAMESPACE_RANK.
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
     with pytest.raises(RuntimeError, match="called in rank 1 of a distributed run"):
         lo.autotune(MODEL, DATA)
 

@@ -71,6 +71,8 @@ def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
         weight = weight.detach()
         if not reads_are_free(weight.device):
             return weight.to(wide_dtype(weight.device))
+    if weight < 0:
+        raise ValueError(f"count must not return a negative number, got {weight}.")
     return float(weight)
 
 

@@ -43,11 +43,7 @@ class GradientAccumulator:
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         if not dtype.is_floating_point or dtype in HALVES:
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
-        self._named = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
+        self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._dtype = dtype
         self._sums: dict[str, Tensor] = {}
         self._total: float | Tensor = 0.0
@@ -96,17 +92,16 @@ class GradientAccumulator:
             The sum of the weights of all batches of all ranks.
 
         Raises:
-            RuntimeError: If there was no batch, or if weights that are numbers sum to 0. The sum of
-                weights that are tensors is not read; if it is 0, gradients are not divided.
+            RuntimeError: If no rank had a batch, or if weights that are numbers sum to 0. The sum
+                of weights that are tensors is not read; if it is 0, gradients are not divided.
         """
-        if not self.batches:
-            raise RuntimeError("There is nothing to average: call backward(loss, weight) first.")
         world, total = 1, self._total
         if dist.is_available() and dist.is_initialized():
             device = next(iter(self._named.values())).device
             total, world = sum_over_ranks(total, device, (dist.group.WORLD,))
-        if not isinstance(total, Tensor) and total <= 0:
-            raise RuntimeError("The weights of all batches sum to 0, so there is no average.")
+        # Only a rank without batches reads a tensor.
+        if (not self.batches or not isinstance(total, Tensor)) and total <= 0:
+            raise RuntimeError("There is nothing to average: no batches, or weights that sum to 0.")
         # Strategies have averaged gradients over `world` ranks, but `total` is a sum over them.
         factor = quotient(world, total)
         for name, parameter in self._named.items():

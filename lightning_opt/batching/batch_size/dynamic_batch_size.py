@@ -40,7 +40,8 @@ class DynamicBatchSize(RunCallback):
 
     Like ``find_batch_size``, it runs a few steps of a copy of the model with several sizes. Then
     the whole run trains with the largest size whose memory peak stays below ``target``, or with the
-    fastest size. A resumed run keeps the size of its checkpoint and does not search.
+    fastest size. A resumed run keeps the size of its checkpoint, and searches only if there is none
+    because the search had failed.
 
     Larger batches train differently, with fewer and less noisy steps. So the number of samples per
     optimizer step is kept: only sizes that divide it are used, and batches are accumulated. The
@@ -224,6 +225,15 @@ class DynamicBatchSize(RunCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the size, the loader's own size and the samples per step."""
         return {"size": self.size, "initial": self._initial, "effective": self._effective}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Search if the checkpoint was saved by a run that failed during its search."""
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is not None and state["size"] is None and not checkpoint["global_step"]:
+            # A trial resumes nothing.
+            with replaced(trainer._checkpoint_connector, _loaded_checkpoint={}, _ckpt_path=None):
+                self._search(trainer, pl_module)
+            state.update(self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""

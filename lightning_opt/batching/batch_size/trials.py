@@ -51,9 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AVERAGING = tuple(  # new in Lightning 2.6
-    package.callbacks.WeightAveraging
-    for package in PACKAGES
-    if hasattr(package.callbacks, "WeightAveraging")
+    kind for p in PACKAGES if (kind := getattr(p.callbacks, "WeightAveraging", None))
 )
 """Lightning's callbacks that hold a copy of the model from the first step on."""
 
@@ -165,14 +163,10 @@ class TrialCallback(BaseCallback):
         wait_for(self.device)
         self.clock.start()
 
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
-    ) -> None:
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
         self.meter.sample()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         wait_for(self.device)
         self.clock.stop()
         self._seconds += self.clock.read(wait=True)
@@ -184,8 +178,7 @@ class TrialCallback(BaseCallback):
             raise TrialEnd
 
     def speed(self) -> float:
-        timed = self._seconds[1:]
-        return len(timed) * (self.size or 1) / sum(timed)
+        return (len(self._seconds) - 1) * (self.size or 1) / sum(self._seconds[1:])
 
 
 class Trials:
@@ -278,8 +271,14 @@ class Trials:
                 )
             except TrialEnd:
                 pass
-            except CAUGHT as error:
+            except Exception as error:
                 if not is_out_of_memory(error) or trainer.world_size > 1:
+                    if hasattr(error, "add_note"):  # Python 3.11 and newer
+                        error.add_note(
+                            "A trial of a batch size trains a copy of the model. If only trials "
+                            "fail, a function may still use the original, such as a hook `lambda "
+                            "*args: self...`. Use a method instead, or set the size by hand."
+                        )
                     raise
             finally:  # as Lightning does after an exception
                 for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -303,6 +302,9 @@ class Trials:
         originals = module, self._callbacks, strategy.precision_plugin  # which has the loss scale
         model, callbacks, precision = _copy_or_share(originals, self._shared)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
+        for parameter in model.parameters():
+            if not parameter.is_leaf:  # torch copies parameters of scripted modules with a graph
+                parameter.detach_().requires_grad_()
         # A trial has no validation metrics for hooks to read, and must not save checkpoints.
         vars(model).update(on_train_epoch_end=do_nothing, configure_callbacks=do_nothing)
         stack.callback(probe.stack.close)
@@ -352,18 +354,21 @@ def _copy_or_share(value: Any, shared: list[Any]) -> Any:
 
     Objects that cannot be copied are appended to ``shared``.
     """
-    shared_before = len(shared)
+    shared_before, memo = len(shared), {id(item): item for item in shared}
     while True:
         try:
-            copied = copy.deepcopy(value, {id(item): item for item in shared})
+            copied = copy.deepcopy(value, dict(memo))
         except Exception as error:
             calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             calls = [frame for frame in calls if frame.f_code is copy.deepcopy.__code__]
-            culprit = calls[-1].f_locals["x"] if calls else None  # of the innermost call
+            culprit: Any = calls[-1].f_locals["x"] if calls else None  # of the innermost call
             cannot_share = culprit is None or culprit is value or isinstance(culprit, nn.Module)
             if cannot_share or is_out_of_memory(error):
                 raise
-            shared.append(culprit)
+            lazy = isinstance(culprit, nn.UninitializedBuffer)
+            fresh = type(culprit)(device=culprit.device, dtype=culprit.dtype) if lazy else culprit
+            memo[id(culprit)] = fresh
+            shared.extend([] if lazy else [culprit])
             continue
         names = ", ".join(type(item).__qualname__ for item in shared[shared_before:])
         if names:

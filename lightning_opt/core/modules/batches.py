@@ -164,8 +164,10 @@ def shape_of(batch: Any) -> tuple[str, int]:
     shapes, elements = [], 0
     for tensor in tensors_of(batch):
         if tensor.ndim:
-            shapes.append(f"{str(tensor.dtype)[6:]}{list(tensor.shape[1:])}".replace(" ", ""))
-            elements += tensor[:1].numel()
+            # The shape of a nested tensor is unknown, or differs in each batch.
+            shape = "[nested]" if tensor.is_nested else list(tensor.shape[1:])
+            shapes.append(f"{str(tensor.dtype)[6:]}{shape}".replace(" ", ""))
+            elements += tensor.numel() // max(1, tensor.size(0))
     return " ".join(shapes), elements
 
 

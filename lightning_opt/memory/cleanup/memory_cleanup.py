@@ -233,7 +233,8 @@ class MemoryCleanup(RunCallback):
                 perform()
         seconds, allocated = perf_counter() - start, allocated - live_bytes(torch.device("cpu"))
         after = {usage.source: usage for usage in self._limits.read()}
-        worst = max(high, key=lambda usage: usage.fraction)
+        # Another rank may need the cleanup, while this one knows no limit.
+        worst = max(high, key=lambda usage: usage.fraction, default=Usage("none", 0, 1))
         freed, useful = 0.0, False
         for usage in high:
             now = after.get(usage.source, usage)

@@ -345,6 +345,11 @@ def test_uncountable_batch_raises_with_advice():
     quiet_trainer(callbacks=[counted]).fit(HolderNet(), loader)
 
 
+def test_negative_count_raises():
+    with pytest.raises(ValueError, match="negative"):
+        quiet_trainer(callbacks=[lo.Accumulation(2, count=lambda batch: -1)]).fit(SmallNet())
+
+
 def test_incompatible_settings_raise():
     with pytest.raises(ValueError, match="not both"):
         lo.Accumulation(2, effective_batch=8)

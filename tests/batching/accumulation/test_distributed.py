@@ -154,6 +154,12 @@ def average_under_ddp(dtype: torch.dtype) -> list[list[Tensor]]:
     loss = wrapped(data[:2].to(dtype)).float().square().mean()
     accumulator.backward(loss, weight=2 * (1 - rank))
     assert accumulator.average() == 2.0
+    # A rank may have no batch.
+    if rank == 0:
+        accumulator.backward(module(data[:2].to(dtype)).float().square().mean(), weight=2)
+    assert accumulator.average() == 2.0
+    with pytest.raises(RuntimeError, match="nothing to average"):
+        accumulator.average()
     return gradients
 
 

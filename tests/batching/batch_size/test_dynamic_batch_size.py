@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -295,6 +296,29 @@ def test_resume_from_a_checkpoint_without_it_warns(tmp_path):
             net, loader_of(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True
         )
     assert len(net.epochs[0][0]) == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*ckpt_path")
+def test_resume_searches_again_if_the_search_had_failed(tmp_path):
+    class Broken(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise ArithmeticError("planted")
+
+    saving = OnExceptionCheckpoint(tmp_path)
+    settings: Any = {"keep_effective": 20, "budget_mb": PLENTY}
+    callbacks = [lo.DynamicBatchSize(**settings), saving]
+    with pytest.raises(ArithmeticError):
+        quiet_trainer(callbacks=callbacks, enable_checkpointing=True).fit(Broken(), loader_of())
+    net, callback = Net(fits=10), lo.DynamicBatchSize(**settings)
+    trainer = quiet_trainer(callbacks=[callback])
+    trainer.fit(net, loader_of(), ckpt_path=saving.ckpt_path)
+    assert callback.size == 10
+    assert set(net.samples_per_step) == {20}
+    assert trainer.ckpt_path == saving.ckpt_path
+    straight = Net(fits=10)
+    fit(straight, lo.DynamicBatchSize(**settings), loader_of())
+    assert net.epochs == straight.epochs
+    assert_same_weights(net, straight)
 
 
 class Frozen(list[Any]):

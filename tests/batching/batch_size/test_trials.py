@@ -278,6 +278,46 @@ def test_another_error_than_out_of_memory_is_raised():
         lo.find_batch_size(quiet_trainer(), Broken(), loader_of(400))
 
 
+class Extracting(Wide):
+    """Its hook closes over the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, Tensor] = {}
+        self.first.register_forward_hook(lambda *args: self.features.update(first=args[2]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.features["first"].mean()
+
+
+def test_error_of_a_trial_names_the_copy():
+    quiet_trainer().fit(Extracting(), loader_of(16))
+    with pytest.raises(KeyError, match="first") as error:
+        lo.find_batch_size(quiet_trainer(), Extracting(), loader_of(400))
+    if sys.version_info >= (3, 11):
+        assert "trains a copy of the model" in "".join(error.value.__notes__)
+
+
+def scripted() -> nn.Module:
+    module = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
+    next(module.parameters()).requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("part", [scripted, lambda: nn.LazyBatchNorm1d()])
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*torch.jit", "error:Trials of batch")
+def test_parts_that_torch_copies_badly_train_as_without_trials(part):
+    models = [Wide(), Wide()]
+    for model, callbacks in zip(
+        models, ([], [lo.DynamicBatchSize(keep_effective=8, max_size=8)]), strict=True
+    ):
+        torch.manual_seed(0)
+        model.first = nn.Sequential(part(), model.first)
+        torch.manual_seed(0)
+        quiet_trainer(callbacks=callbacks).fit(model, loader_of(64))
+    assert_same_weights(*models)
+
+
 def test_short_last_batch_is_skipped():
     # 25 samples in batches of 12 leave one, on which BatchNorm fails.
     loader = DataLoader(TensorDataset(torch.randn(25, 8)), batch_size=5)

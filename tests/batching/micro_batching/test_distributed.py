@@ -219,7 +219,16 @@ def end_badly(how: str) -> str:
             return output
 
     model = Shared((20, 20), (10**9, 0)) if how == "hopeless" else Fails((20, 20))
-    micro = lo.MicroBatching(4 if how == "parts" else "auto")
+
+    def split(batch: Any, parts: int) -> Any:
+        if model.global_rank == 1:
+            raise ArithmeticError("planted")
+        size = -(-len(batch["x"]) // parts)
+        return [(part, len(part["x"])) for part in lo.split_batch(batch, size)]
+
+    micro = lo.MicroBatching(
+        4 if how == "parts" else "auto", split=split if how == "split" else None
+    )
     trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[micro])
     try:
         trainer.fit(model)
@@ -237,6 +246,7 @@ def end_badly(how: str) -> str:
     [
         ("hopeless", "Even one sample does not fit", "Even one sample does not fit"),
         ("error", "Another rank exited", "planted"),
+        ("split", "Another rank failed to split", "planted"),
         ("parts", "another rank could not run parts", "fails on a part of the batch"),
         ("reduction", "RuntimeError", "while gradients were being reduced"),
     ],

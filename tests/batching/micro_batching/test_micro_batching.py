@@ -146,6 +146,45 @@ def test_user_function_splits_batches():
         )
 
 
+class ListedNet(LinearNet):
+    """Its batches are ``batch``, which cannot be cut; more than ``fits`` samples run out."""
+
+    def __init__(self, batch: torch.Tensor, fits: int) -> None:
+        super().__init__()
+        self.batch, self.fits = batch, fits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch.values() if batch.is_nested else batch.to_dense()
+        if batch.size(0) > self.fits:
+            raise torch.OutOfMemoryError("planted")
+        return self.layer(rows).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([self.batch] * 2, batch_size=None)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(3, 8), ("auto", 4)])
+@pytest.mark.parametrize("layout", ["sparse", "jagged"])
+def test_sparse_and_nested_batches_need_a_split(layout, size, fits):
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+    def batch_of(rows: torch.Tensor) -> torch.Tensor:
+        if layout == "sparse":
+            return rows.to_sparse()
+        return torch.nested.nested_tensor(list(rows.unsqueeze(1)), layout=torch.jagged)
+
+    def split(batch: Any, parts: int) -> Any:
+        dense = batch.to_dense() if layout == "sparse" else batch.values()
+        return [(batch_of(part), len(part)) for part in dense.tensor_split(parts)]
+
+    with pytest.raises(lo.UnsplittableBatchError, match="split="):
+        quiet_trainer(callbacks=[lo.MicroBatching(size)]).fit(ListedNet(batch_of(rows), fits))
+    nets = [ListedNet(batch_of(rows), 8), ListedNet(batch_of(rows), fits)]
+    quiet_trainer().fit(nets[0])
+    quiet_trainer(callbacks=[lo.MicroBatching(size, split=split)]).fit(nets[1])
+    assert_same_weights(nets[1], nets[0], **CLOSE)
+
+
 def test_none_for_some_micro_batches_raises():
     class Sometimes(Net):
         def training_step(self, batch, batch_idx):

@@ -156,6 +156,23 @@ def test_impossible_check_warns_with_the_reason():
         quiet_trainer(callbacks=[lo.MicroBatching(4)]).fit(Random("samples"))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("callback", [lo.MicroBatching(4), lo.Accumulation(2)])
+def test_buffer_that_each_step_assigns_is_named(callback):
+    class Queue(Lengths):
+        def __init__(self) -> None:
+            super().__init__("samples")
+            self.register_buffer("queue", torch.arange(1.0, 33.0))
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx) * self.queue[0]
+            self.queue = torch.cat([self.queue[len(batch[0]) :], self.queue[: len(batch[0])]])
+            return loss
+
+    with pytest.warns(UserWarning, match=r"training_step changes \['queue'\], or because of state"):
+        quiet_trainer(callbacks=[callback]).fit(Queue())
+
+
 class Sparse(LightningModule):
     """Has sparse gradients, a backward pass of its own, and a hook that updates a weight."""
 
