@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_opt.core.measure.timing import wait_for
@@ -167,13 +166,6 @@ class TrialStep:
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-
-
-def raise_if_lazy(owner: str, module: nn.Module) -> None:
-    """Raise ValueError if a lazy layer has no weights yet."""
-    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-        advice = "Run a dummy forward pass through the model before fit."
-        raise ValueError(f"{owner} needs the weights of all layers; a lazy one has none. {advice}")
 
 
 class WrittenParameters:

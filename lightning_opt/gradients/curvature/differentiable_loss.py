@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.batches import UnsplittableBatchError, read_batch, split_into
 from lightning_opt.core.modules.compiling import run_eagerly
+from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, reduce_over
-from lightning_opt.core.modules.trial import loss_of, raise_if_lazy, without_side_effects
+from lightning_opt.core.modules.trial import loss_of, without_side_effects
 from lightning_opt.trainer.lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning_opt.trainer.run_callback import raise_if_dataloader_iter
 

@@ -14,9 +14,9 @@ from lightning_opt.core.arguments import (
     check_one_of,
     check_positive,
 )
+from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
-from lightning_opt.core.modules.trial import raise_if_lazy
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.strategies.diloco.exchange import (
     CODECS,

@@ -105,7 +105,7 @@ def test_rank_without_a_loss_counts_as_a_loss_of_zero():
 def test_lazy_layer_without_weights_raises():
     model = SmallNet()
     model.lazy = torch.nn.LazyLinear(3)
-    with pytest.raises(ValueError, match=r"CurvatureMonitor needs the weights.*dummy forward pass"):
+    with pytest.raises(ValueError, match=r"CurvatureMonitor needs the shapes.*example batch"):
         quiet_trainer(callbacks=[monitor()]).fit(model, loader_of(2))
 
 
