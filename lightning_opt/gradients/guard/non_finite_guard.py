@@ -266,7 +266,7 @@ class NonFiniteGuard(GradientCallback):
             self._respond(trainer, pl_module)
             return
         self._good_batches += 1
-        snapshot_due = self._good_batches >= self.snapshot_every_n_steps or not self._snapshot
+        snapshot_due = self._good_batches >= self.snapshot_every_n_steps
         if self.escalation.policy == "rollback" and snapshot_due:
             self._count_delayed(self._delayed.flush())
             self._good_batches -= len(self._faults)
@@ -303,17 +303,15 @@ class NonFiniteGuard(GradientCallback):
             self._count_step(detection.on_host(code), record)
 
     def _respond(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Respond to the most severe fault, or take a snapshot if there is none.
-
-        All ranks call this at the same step.
-        """
+        """Respond to the worst fault, or take a snapshot. All ranks call it at the same step."""
         damaged = self._find_damage(trainer, pl_module)
         faults, self._faults = self._faults, []
         if not faults and not damaged:
             tensors = self._tensors(pl_module)
+            self._restores, self._good_batches = 0, self.snapshot_every_n_steps
             if not any(map(is_lazy, tensors.values())):  # else after the first good step
                 self._snapshot.take(trainer, tensors)
-            self._restores = self._good_batches = 0
+                self._good_batches = 0
             return
         if damaged:
             # A weight may have become NaN between steps, so there may be no fault yet.
