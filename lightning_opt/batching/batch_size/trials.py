@@ -365,10 +365,12 @@ def _copy_or_share(value: Any, shared: list[Any]) -> Any:
             cannot_share = culprit is None or culprit is value or isinstance(culprit, nn.Module)
             if cannot_share or is_out_of_memory(error):
                 raise
-            lazy = isinstance(culprit, nn.UninitializedBuffer)
-            fresh = type(culprit)(device=culprit.device, dtype=culprit.dtype) if lazy else culprit
-            memo[id(culprit)] = fresh
-            shared.extend([] if lazy else [culprit])
+            kind: Any = type(culprit)
+            if issubclass(kind, nn.UninitializedBuffer):
+                memo[id(culprit)] = kind(device=culprit.device, dtype=culprit.dtype)
+            else:
+                memo[id(culprit)] = culprit
+                shared.append(culprit)
             continue
         names = ", ".join(type(item).__qualname__ for item in shared[shared_before:])
         if names:

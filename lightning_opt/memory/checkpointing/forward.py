@@ -145,7 +145,7 @@ class Run:
         """
         selection = self._owner.selection
         if selection is None:
-            return nullcontext(), self
+            return _NO_CONTEXT, self
         forward, self._selection_context = selection.contexts()
         return forward, self
 

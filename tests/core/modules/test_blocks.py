@@ -100,7 +100,6 @@ def test_compiled_blocks_are_found_inside() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_modules_are_no_blocks() -> None:
     model = Attributes(scripted=torch.jit.script(nn.Linear(4, 4)), a=Layer(), b=Layer())
     assert names(model) == ["a", "b"]
