@@ -47,6 +47,7 @@ def main() -> None:
     smaller: dict[str, float] = {}
     waits: list[str] = []
     codecs = {name: compressor.codec(numel, device) for name, compressor in COMPRESSORS.items()}
+    one = torch.ones((), device=device)
     for bits in (8, 4) if device.type == "cpu" else ():
         quantizer = Quantizer(bits, 1024)
         quantizer.compile()
@@ -56,7 +57,7 @@ def main() -> None:
         residual = torch.zeros(numel, device=device)
 
         def encode_one(codec=codec, residual: Tensor = residual) -> None:  # type: ignore[no-untyped-def]
-            codec.compress(residual.add_(next(turn)))
+            codec.compress(residual, next(turn), residual, one)
 
         def decode_one(codec=codec) -> None:  # type: ignore[no-untyped-def]
             codec.decompress_add(codec.message, out, 0.5)

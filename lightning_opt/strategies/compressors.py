@@ -23,9 +23,10 @@ from lightning_opt.strategies.packing import (
     Layout,
     SparseLayout,
     chunks_of,
+    is_finite,
     write_count,
 )
-from lightning_opt.strategies.quantization import Quantizer, quantizer, rows_of
+from lightning_opt.strategies.quantization import Quantizer, quantizer
 
 MIN_SAMPLE_SIZE = 16_384
 EXPECTED_IN_SAMPLE = 64
@@ -53,14 +54,19 @@ class Codec(ABC):
         self.bound: Scalar | None = None
 
     @abstractmethod
-    def compress(self, flat: Tensor) -> None:
-        """Write the message of a tensor, and replace the tensor by its unsent rest.
+    def compress(self, residual: Tensor, gradient: Tensor, rest: Tensor, alpha: Tensor) -> Tensor:
+        """Write the message of ``residual + alpha * gradient``, and the unsent rest into ``rest``.
 
-        ``decompress_add(message, flat)`` restores the tensor. On a GPU the host does not wait.
+        ``decompress_add(message, rest)`` restores the sum. On a GPU the host does not wait.
 
         Args:
-            flat: One-dimensional, float32 or float64; changed in place. On a CPU it must be finite;
-                on a GPU, the message of a non-finite tensor is not used.
+            residual: One-dimensional, float32 or float64.
+            gradient: Of any floating dtype.
+            rest: Of the residual's dtype. It may be one of the other two.
+            alpha: Factor of the gradient, 0-dimensional.
+
+        Returns:
+            Whether the sum is finite, 0-dimensional. If it is not, message and rest are undefined.
         """
 
     @abstractmethod
@@ -182,10 +188,16 @@ class SparseCodec(Codec):
         indices = flat.abs().topk(self.layout.capacity, sorted=False).indices.sort().values
         return indices, flat.index_select(0, indices)
 
-    def compress(self, flat: Tensor) -> None:
-        indices, values = self._select(flat)
+    def compress(self, residual: Tensor, gradient: Tensor, rest: Tensor, alpha: Tensor) -> Tensor:
+        torch.addcmul(residual, gradient, alpha, out=rest)
+        indices, values = self._select(rest)
+        finite = is_finite(values)  # the largest elements, so of all elements
+        if reads_are_free(rest.device) and not finite:
+            write_count(self.message, 0)
+            return finite
         sent = self.layout.write(self.message, indices, values)
-        flat.index_add_(0, indices, sent.to(flat.dtype), alpha=-1)
+        rest.index_add_(0, indices, sent.to(rest.dtype), alpha=-1)
+        return finite
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
         indices, values = self.layout.read(message, alpha)
@@ -210,8 +222,8 @@ class ThresholdCodec(SparseCodec):
             if isinstance(bound, Tensor):  # learned again after a step of zeros, NaN or infinities
                 learned, valid = values.abs().topk(k).values[-1], (bound > 0) & (bound < math.inf)
                 bound = self.bound = torch.where(valid, bound, learned)
-            return indices, torch.where(values.abs() >= bound, values, 0.0)
-        if bound is None:
+            return indices, torch.where(values.abs() < bound, 0.0, values)
+        if bound is None or not bound < math.inf:
             indices, values = self._selector.top(flat, k)
             if len(indices):
                 self.bound = values.abs().min().item()  # CPU only
@@ -233,14 +245,11 @@ class QuantizedCodec(Codec):
         self._layout = Layout((torch.float32, (blocks, 1)), (code, (blocks, row)))
         super().__init__(self._layout.nbytes, device)
 
-    def compress(self, flat: Tensor) -> None:
-        write_count(self.message, len(flat))
+    def compress(self, residual: Tensor, gradient: Tensor, rest: Tensor, alpha: Tensor) -> Tensor:
+        write_count(self.message, len(rest))
         scales, codes = self._layout.sections(self.message)
-        functions = self._quantizer.functions_for(flat, encoded=len(flat))
-        for rows, part in rows_of(flat, self._quantizer.block):
-            encoded_rows, scale = functions.encode(rows)
-            codes[part].copy_(encoded_rows)
-            scales[part].copy_(scale)
+        self._quantizer.encode((residual, gradient, rest), alpha, codes, scales)
+        return scales.isfinite().all()
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
         """Add ``alpha`` times the values of a message to ``out``, in place.
@@ -248,9 +257,7 @@ class QuantizedCodec(Codec):
         ``out`` may be shorter than the encoded tensor; the other values are then ignored.
         """
         scales, codes = self._layout.sections(message)
-        functions = self._quantizer.functions_for(out)
-        for rows, part in rows_of(out, self._quantizer.block):
-            functions.decode(rows, codes[part], scales[part] * alpha)
+        self._quantizer.decode(out, codes, scales * alpha)
 
 
 # --- selection ------------------------------------------------------------------------------------
@@ -288,7 +295,7 @@ class Selector:
     """
 
     def __init__(self, numel: int) -> None:
-        self.threshold: float | None = None
+        self.threshold = math.inf  # estimated anew in the first step, and after one with NaN
         self._last_kth = 0.0  # the k-th magnitude of the previous step
         self._margin = 0.97
         self._magnitude = np.empty(min(CHUNK_SIZE, numel), dtype=np.float32)
@@ -297,11 +304,12 @@ class Selector:
     def top(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the ``k`` largest elements of ``flat``.
 
-        Zeros are never returned, and no other element is larger than a returned one. If the
-        threshold of the previous step proves too high, fewer are returned, at least half of ``k``.
+        Zeros are never returned, and no other element is larger than a returned one, NaN being the
+        largest. If the threshold of the previous step proves too high, fewer are returned, at least
+        half of ``k``.
 
         Args:
-            flat: One-dimensional, finite, float32 or float64.
+            flat: One-dimensional, float32 or float64.
             k: Number of elements, at least 1.
 
         Returns:
@@ -309,7 +317,7 @@ class Selector:
         """
         if k >= flat.numel():
             return self.at_least(flat, TINY)
-        if self.threshold is None:
+        if not self.threshold < math.inf:
             self.threshold = sampled_threshold(flat, k) * self._margin
         indices, values = self.at_least(flat, self.threshold)
         if len(indices) < k // 2:
@@ -338,14 +346,14 @@ class Selector:
         self.threshold = max(kth * self._margin * trend, TINY)
 
     def at_least(self, flat: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        """Return the ascending int64 indices and the values of magnitudes >= ``threshold``."""
+        """Return the ascending int64 indices and the values of magnitudes >= ``threshold``, or NaN."""
         found, minimum = [], np.float32(max(threshold, TINY))
         for chunk in chunks_of(flat):
             piece = flat[chunk].numpy()
             magnitude, mask = self._magnitude[: len(piece)], self._mask[: len(piece)]
             # numpy takes less than half of torch's time here.
             np.abs(piece, out=magnitude, casting="same_kind")
-            np.greater_equal(magnitude, minimum, out=mask)
-            found.append(np.flatnonzero(mask) + chunk.start)
+            np.less(magnitude, minimum, out=mask)
+            found.append(np.flatnonzero(~mask) + chunk.start)
         indices = torch.from_numpy(np.concatenate(found))
         return indices, flat.index_select(0, indices)

@@ -29,11 +29,17 @@ GROUP_SIZE = 128
 """Selected values that share one scale when they are sent as int8."""
 
 
-def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
-    """Return slices that fit a CPU's cache, at least one; on an accelerator, one slice."""
+def chunks_of(flat: Tensor, multiple: int = 1, *, whole: bool = False) -> list[slice]:
+    """Return slices that fit a CPU's cache, at least one; on an accelerator, one slice.
+
+    Args:
+        flat: One-dimensional.
+        multiple: All slices but the last have a multiple of this length.
+        whole: Return as few slices as this allows, one or two.
+    """
     if not reads_are_free(flat.device):
         return [slice(0, len(flat))]
-    size = max(CHUNK_SIZE // multiple, 1) * multiple
+    size = max((len(flat) if whole else CHUNK_SIZE) // multiple, 1) * multiple
     return [
         slice(start, min(start + size, len(flat))) for start in range(0, max(len(flat), 1), size)
     ]
@@ -55,9 +61,9 @@ def write_count(message: Tensor, count: int | Tensor) -> None:
     message[:4].view(torch.int32).fill_(count)
 
 
-def write_flag(message: Tensor, flag: bool | Tensor) -> None:
-    """Write the flag of a message: whether the rank's gradient is not finite."""
-    message[4:8].view(torch.int32).fill_(flag)
+def write_flag(messages: Tensor, flag: bool | Tensor) -> None:
+    """Write the flag of a message, or of several in rows: whether a gradient is not finite."""
+    messages[..., 4:8].view(torch.int32).fill_(flag)
 
 
 def any_flag(messages: Tensor) -> Tensor:
@@ -65,21 +71,19 @@ def any_flag(messages: Tensor) -> Tensor:
     return messages[..., 4:8].any()
 
 
-def quantize_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Round each row to multiples of its own scale.
+def scales_of(largest: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Return the scales that turn codes into values, and the factors that turn values into codes.
 
     Args:
-        rows: Shape ``(r, c)``, float32.
-        levels: The largest code; the scale is the row's largest magnitude divided by it.
+        largest: The largest magnitude of each row, float32.
+        levels: The largest code.
 
     Returns:
-        Codes as float32 of shape ``(r, c)``, from ``-levels`` to ``levels``, and the float32 scales
-        of shape ``(r, 1)``. A row whose scale would be subnormal gets codes of 0.
+        Two tensors of the same shape. A row whose scale would be subnormal has the factor 0.
     """
-    scales = rows.abs().amax(dim=1, keepdim=True).div_(levels)
+    scales = largest / levels
     normal = scales >= torch.finfo(torch.float32).tiny
-    inverse = torch.where(normal, scales.reciprocal(), 0.0)
-    return rows.mul(inverse).round_(), scales
+    return scales, torch.where(normal, scales.reciprocal(), 0.0)
 
 
 class Layout:
@@ -155,7 +159,9 @@ class SparseLayout(Layout):
         groups = -(-count // GROUP_SIZE)
         rows = values.new_zeros(groups * GROUP_SIZE, dtype=torch.float32)
         rows[:count].copy_(values)
-        coded, scale = quantize_rows(rows.view(groups, GROUP_SIZE), 127)
+        rows = rows.view(groups, GROUP_SIZE)
+        scale, factor = scales_of(rows.abs().amax(dim=1, keepdim=True), 127)
+        coded = rows.mul_(factor).round_()
         codes[:count].copy_(coded.view(-1)[:count])
         scales[:groups].copy_(scale.view(-1))
         return coded.mul_(scale).view(-1)[:count]

@@ -12,9 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, reduce
 from threading import Thread
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_opt.strategies.packing import chunks_of, quantize_rows
+from lightning_opt.strategies.packing import chunks_of, scales_of
 
 COMPILE_AFTER = 2**32
 """Elements that are encoded before a CPU compiles.
@@ -30,30 +30,45 @@ COMPILE_AFTER = 2**32
 Encoding and decoding them takes about as long as compiling.
 """
 
+LEVELS = {8: 127, 4: 7}
+"""The largest code, by its bits."""
 
-def encode(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Encode rows, and replace them by their unsent rest.
+
+def encode(alpha: Tensor, codes: Tensor, *parts: Tensor) -> Tensor:
+    """Encode ``residual + alpha * gradient`` in rows, and write the unsent rest.
 
     Args:
-        rows: Shape ``(r, c)``, float32 or float64.
-        bits: 8 or 4.
+        alpha: 0-dimensional.
+        codes: Written. int8 of shape ``(r, c)``; or uint8 of shape ``(r, c / 2)``, each two codes
+            of 4 bits: of the left and the right half of a row.
+        *parts: Residual, gradient and rest, of shape ``(r, c)``, or the left and right half of
+            each. The rest is written, and may be one of the other two.
 
     Returns:
-        int8 codes of shape ``(r, c)``, or uint8 codes of shape ``(r, c / 2)``, each two of 4 bits;
-        and float32 scales of shape ``(r, 1)``.
+        The largest magnitude of each row, float32 of shape ``(r, 1)``.
     """
-    codes, scales = quantize_rows(rows.float(), 127 if bits == 8 else 7)
+    count = len(parts) // 3
+    residuals, gradients, rests = parts[:count], parts[count:-count], parts[-count:]
+    sums = [
+        torch.add(residual, gradient.to(residual.dtype) * alpha, out=rest)
+        for residual, gradient, rest in zip(residuals, gradients, rests, strict=True)
+    ]
+    largest = reduce(torch.maximum, [one.float().abs() for one in sums]).amax(dim=1, keepdim=True)
+    bits = 8 if codes.dtype is torch.int8 else 4
+    scales, factors = scales_of(largest, LEVELS[bits])
+    rounded = [one.float().mul(factors).round_() for one in sums]
     if bits == 8:
-        packed = codes.to(torch.int8)
+        codes.copy_(rounded[0])
     else:
         # 16 * high + low, both moved from [-7, 7] to [1, 15]
-        low, high = codes.chunk(2, dim=1)
-        packed = low.add(high, alpha=16).add_(136).to(torch.uint8)
-    rows.sub_(codes.mul_(scales))
-    return packed, scales
+        low, high = rounded if count == 2 else rounded[0].chunk(2, dim=1)
+        codes.copy_(low.add(high, alpha=16).add_(136))
+    for one, codes_of_one in zip(sums, rounded, strict=True):
+        one.sub_(codes_of_one.mul_(scales))
+    return largest
 
 
-def decode(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
+def decode(codes: Tensor, scales: Tensor, rows: Tensor) -> None:
     """Add the values of codes to ``rows``, in place."""
     if codes.dtype is torch.uint8:
         halves = torch.stack([codes & 15, codes >> 4], dim=1).float().sub_(8)
@@ -64,24 +79,16 @@ def decode(rows: Tensor, codes: Tensor, scales: Tensor) -> None:
     rows.add_(values)
 
 
-def rows_of(flat: Tensor, block: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yield a tensor in pieces: rows that may be changed in place, and the slice of row numbers."""
-    for chunk in chunks_of(flat, block):
-        piece, missing = flat[chunk], -chunk.stop % block
-        rows = functional.pad(piece, (0, missing)) if missing else piece
-        first, end = chunk.start // block, -(-chunk.stop // block)
-        yield rows.view(end - first, block), slice(first, end)
-        if missing:
-            piece.copy_(rows[: len(piece)])
-
-
 class Functions(NamedTuple):
-    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
-    decode: Callable[[Tensor, Tensor, Tensor], None]
+    encode: Callable[..., Tensor]
+    decode: Callable[..., None]
+    compiled: bool = False
+    """Whether `encode` takes rows of 4 bits in halves, and one call all rows: both are slower for
+    operations of torch."""
 
 
 class Quantizer:
-    """Encodes and decodes rows of ``block`` elements. Compiled on a CPU when that pays.
+    """Encodes and decodes flat tensors in rows. Compiled on a CPU when that pays.
 
     Args:
         bits: 8 or 4.
@@ -90,13 +97,56 @@ class Quantizer:
 
     def __init__(self, bits: int, block: int) -> None:
         self.bits, self.block = bits, block
-        self.eager = Functions(partial(encode, bits=bits), decode)
+        self.eager = Functions(encode, decode)
         self.compiled = self.eager
         self._until_compilation = COMPILE_AFTER
 
-    def functions_for(self, flat: Tensor, encoded: int = 0) -> Functions:
-        """Return the functions for ``flat``. The number of ``encoded`` elements is counted."""
-        if flat.dtype is not torch.float32 or flat.device.type != "cpu":
+    def encode(self, flats: Sequence[Tensor], alpha: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Encode ``residual + alpha * gradient``.
+
+        Args:
+            flats: Residual, gradient and rest; the unsent rest is written into the last.
+            alpha: 0-dimensional.
+            codes: One row per block, written; see :func:`encode`.
+            scales: float32 of shape ``(r, 1)``, written; not finite if the sum is not.
+        """
+        rest = flats[-1]
+        functions = self._functions_for(*flats, encoded=len(rest))
+        for chunk in chunks_of(rest, self.block, whole=functions.compiled):
+            rows, numbers = [self._rows(flat[chunk]) for flat in flats], self._row_numbers(chunk)
+            parts = self._parts(*rows) if functions.compiled else rows
+            scales[numbers] = functions.encode(alpha, codes[numbers], *parts)
+            self._write_back(rows[-1], rest[chunk])
+        scales.copy_(scales_of(scales, LEVELS[self.bits])[0])
+
+    def decode(self, out: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Add the values of codes to ``out``, in place."""
+        functions = self._functions_for(out)
+        for chunk in chunks_of(out, self.block):
+            rows, numbers = self._rows(out[chunk]), self._row_numbers(chunk)
+            functions.decode(codes[numbers], scales[numbers], rows)
+            self._write_back(rows, out[chunk])
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """Return a tensor as rows, padded with zeros if need be: then a copy."""
+        missing = -len(flat) % self.block
+        padded = functional.pad(flat, (0, missing)) if missing else flat
+        return padded.view(len(padded) // self.block, self.block)
+
+    def _row_numbers(self, chunk: slice) -> slice:
+        return slice(chunk.start // self.block, -(-chunk.stop // self.block))
+
+    def _write_back(self, rows: Tensor, flat: Tensor) -> None:
+        if len(flat) % self.block:
+            flat.copy_(rows.view(-1)[: len(flat)])
+
+    def _parts(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the rows of all tensors, for 4 bits in halves."""
+        return [part for rows in tensors for part in rows.chunk(8 // self.bits, dim=1)]
+
+    def _functions_for(self, *flats: Tensor, encoded: int = 0) -> Functions:
+        """Return the functions for these tensors. The number of ``encoded`` elements is counted."""
+        if any(flat.dtype is not torch.float32 or flat.device.type != "cpu" for flat in flats):
             return self.eager
         if 0 < self._until_compilation <= encoded:
             Thread(target=self.compile, daemon=True).start()
@@ -121,17 +171,25 @@ class Quantizer:
                         child.kill()  # has no effect after its end
                         atexit.unregister(child.kill)
                 load = torch._inductor.aoti_load_package
-                compiled = Functions(load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2"))
+                both = load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2")
+                compiled = Functions(*both, compiled=True)
             if all(map(torch.equal, self._outcome(compiled), self._outcome(self.eager))):
                 self.compiled = compiled
 
+    def examples(self, rows: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield arguments of :func:`encode`, then of :func:`decode` for the same codes."""
+        values = torch.linspace(-2, 3, rows * self.block).pow(9).view(rows, self.block)
+        parts = self._parts(values, values.flip(0), values.clone())
+        codes = torch.zeros(parts[0].shape, dtype=torch.int8 if self.bits == 8 else torch.uint8)
+        yield torch.tensor(1 / 3), codes, *parts
+        yield codes, torch.ones(rows, 1), values.clone()
+
     def _outcome(self, functions: Functions) -> list[Tensor]:
         """Return the results of both functions for the same rows."""
-        rest = torch.linspace(-2, 3, 99 * self.block).pow(9).view(-1, self.block)
-        codes, scales = functions.encode(rest)
-        total = torch.ones_like(rest)
-        functions.decode(total, codes, scales)
-        return [codes, scales, rest, total]
+        to_encode, to_decode = self.examples(99)
+        largest = functions.encode(*to_encode)
+        functions.decode(*to_decode)
+        return [largest, *to_encode, *to_decode]
 
 
 quantizer = cache(Quantizer)
@@ -141,13 +199,18 @@ quantizer = cache(Quantizer)
 def main(bits: int, block: int, folder: str) -> None:
     """Compile both functions for any number of rows, and write them to a folder."""
     torch.set_num_threads(16)  # for one thread, no parallel loop is written
-    functions, rows = Quantizer(bits, block).eager, torch.randn(2**20 // block, block)
-    inputs = {"encode": (rows,), "decode": (rows, *functions.encode(rows))}
-    for name, tensors in inputs.items():
+    quantizer = Quantizer(bits, block)
+    examples = quantizer.examples(2**20 // block)
+    for name, tensors in zip(("encode", "decode"), examples, strict=True):
         module = nn.Module()  # `export` takes no functions
-        module.forward = getattr(functions, name)
-        shapes = tuple({0: torch.export.Dim("rows")} for _ in tensors)
-        exported = torch.export.export(module, tensors, dynamic_shapes=shapes)
+        module.forward = getattr(quantizer.eager, name)
+        shapes = torch.export.ShapesCollection()
+        for tensor in tensors:
+            if tensor.ndim:
+                shapes[tensor] = {0: torch.export.Dim("rows")}
+        exported = torch.export.export(
+            module, tensors, dynamic_shapes=shapes.dynamic_shapes(module, tensors)
+        )
         torch._inductor.aoti_compile_and_package(
             exported,
             package_path=f"{folder}/{name}.pt2",

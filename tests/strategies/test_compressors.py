@@ -29,6 +29,7 @@ from lightning_opt.strategies.quantization import Quantizer
 from tests.helpers.syncs import take_device_path
 
 CPU = torch.device("cpu")
+ONE = torch.ones(())
 
 relaxed = settings(max_examples=40)
 
@@ -69,6 +70,13 @@ compressors = st.one_of(
 )
 
 
+def compress(codec, flat: Tensor) -> Tensor:
+    """Encode a tensor without a residual, and return the unsent rest."""
+    rest = torch.empty_like(flat)
+    codec.compress(torch.zeros_like(flat), flat, rest, ONE)
+    return rest
+
+
 def decompressed(codec, message: Tensor, numel: int) -> Tensor:
     out = torch.zeros(numel, dtype=torch.float64)
     codec.decompress_add(message, out)
@@ -95,7 +103,7 @@ def test_messages_and_residual_add_up_to_the_gradients(compressor, flat, steps):
     total = torch.zeros(len(flat), dtype=torch.float64)
     for step in range(steps):
         gradient = flat.roll(step) * (1 + step)
-        codec.compress(residual.add_(gradient))
+        codec.compress(residual, gradient, residual, ONE)
         sent += decompressed(codec, codec.message, len(flat))
         total += gradient
         assert codec.message.shape == (codec.nbytes,)
@@ -112,8 +120,8 @@ def test_messages_and_residual_add_up_to_the_gradients(compressor, flat, steps):
 def test_top_k_sends_the_largest_elements(flat, ratio, warm):
     k = share_of(len(flat), ratio)
     codec = TopK(ratio).codec(len(flat), CPU)
-    codec.compress(flat * warm)  # leaves a threshold that is too high, or too low
-    codec.compress(flat.clone())
+    compress(codec, flat * warm)  # leaves a threshold that is too high, or too low
+    compress(codec, flat)
     indices, sent = codec.layout.read(codec.message)
 
     magnitudes = flat.double().abs().numpy()
@@ -139,7 +147,7 @@ def test_threshold_sends_elements_that_reach_it(flat, bound, max_ratio):
     above = np.flatnonzero(flat.abs().numpy() >= np.float32(bound))
     capacity = max(round(max_ratio * len(flat)), 1)
     for _ in range(2):
-        codec.compress(flat.clone())
+        compress(codec, flat)
         indices, _ = codec.layout.read(codec.message)
         if len(above) <= capacity:
             np.testing.assert_array_equal(indices.numpy(), above)
@@ -151,11 +159,11 @@ def test_threshold_sends_elements_that_reach_it(flat, bound, max_ratio):
 def test_automatic_threshold_is_learned_once():
     flat = torch.randn(5000)
     codec = Threshold("auto", max_ratio=0.05).codec(5000, CPU)
-    codec.compress(flat.clone())
+    compress(codec, flat)
     assert read_count(codec.message) == 50
-    codec.compress(flat / 10)
+    compress(codec, flat / 10)
     assert read_count(codec.message) == 0  # a layer with small gradients sends nothing
-    codec.compress(flat * 1.2)
+    compress(codec, flat * 1.2)
     assert 50 < read_count(codec.message) < 250
 
 
@@ -163,10 +171,10 @@ def test_automatic_threshold_is_learned_once():
 def test_automatic_threshold_on_a_gpu_is_not_learned_from_a_useless_step(value, monkeypatch):
     take_device_path(monkeypatch)
     codec = Threshold("auto", max_ratio=0.05).codec(5000, CPU)
-    codec.compress(torch.full((5000,), value))
+    compress(codec, torch.full((5000,), value))
     flat = torch.randn(5000)
     for sent in (50, 50):
-        codec.compress(flat.clone())
+        compress(codec, flat)
         assert read_count(codec.message) == sent
 
 
@@ -174,17 +182,30 @@ def test_automatic_threshold_on_a_gpu_is_not_learned_from_a_useless_step(value, 
 @given(flat=tensors(), bits=st.sampled_from([8, 4]), block=st.sampled_from([2, 34, 1024]))
 def test_quantization_rounds_to_the_nearest_level(flat, bits, block):
     codec = Quantize(bits, block).codec(len(flat), CPU)
-    codec.compress(flat.clone())
+    compress(codec, flat)
     sent = decompressed(codec, codec.message, len(flat))
     assert_rounded(sent, flat.double(), block, 127 if bits == 8 else 7)
 
 
 def test_float64_keeps_its_precision():
-    residual = torch.randn(3000, dtype=torch.float64)
-    before, codec = residual.clone(), TopK(0.1).codec(3000, CPU)
-    codec.compress(residual)
-    codec.decompress_add(codec.message, residual)
-    torch.testing.assert_close(residual, before, rtol=0, atol=1e-15)
+    flat = torch.randn(3000, dtype=torch.float64)
+    codec = TopK(0.1).codec(3000, CPU)
+    rest = compress(codec, flat)
+    codec.decompress_add(codec.message, rest)
+    torch.testing.assert_close(rest, flat, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.1), Threshold(0.5), Quantize(8), Quantize(4, 34)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_gradient_is_added_to_the_residual(compressor, dtype):
+    residual, gradient = torch.randn(300), torch.randn(300).to(dtype)
+    codec, rest = compressor.codec(300, CPU), torch.empty(300)
+    assert codec.compress(residual, gradient, rest, torch.tensor(0.25))
+    total = rest.double() + decompressed(codec, codec.message, 300)
+    torch.testing.assert_close(total, residual.double() + gradient.double() / 4, rtol=0, atol=1e-6)
+    for bad in (math.nan, -math.inf):
+        gradient[123] = bad
+        assert not codec.compress(residual, gradient, rest, torch.tensor(0.25))
 
 
 # --- compilation ------------------------------------------------------------------------------
@@ -203,10 +224,10 @@ def test_compiled_quantization_gives_the_same_bits(monkeypatch):
     for numel in (0, 1, 128, 300, 2**20 + 4 * 128 + 5):
         flat = torch.randn(numel).mul_(torch.logspace(-44, 20, numel))
         flat[128:256] = 0
-        found = []
+        gradient, found = flat.roll(9) * 5, []
         for quantizer in (compiled, eager):
             codec, rest, total = QuantizedCodec(numel, quantizer, CPU), flat.clone(), flat.clone()
-            codec.compress(rest)
+            codec.compress(rest, gradient, rest, torch.tensor(1 / 3))  # in place, as DiLoCo does
             codec.decompress_add(codec.message, total, 1 / 3)
             found.append((codec.message, rest, total))
         assert all(map(torch.equal, *found))
@@ -219,12 +240,12 @@ def test_codec_compiles_once_after_many_elements(monkeypatch):
     quantizer = Quantizer(8, 34)
     codec = QuantizedCodec(400, quantizer, CPU)
     for _ in range(9):
-        codec.compress(torch.randn(400, dtype=torch.float64))
+        compress(codec, torch.randn(400, dtype=torch.float64))
     for _ in range(2):
-        codec.compress(torch.randn(400))
+        compress(codec, torch.randn(400))
     assert compilations.empty()
     for _ in range(9):
-        codec.compress(torch.randn(400))
+        compress(codec, torch.randn(400))
     assert compilations.get(timeout=60) is quantizer
     assert compilations.empty()
 
@@ -267,7 +288,8 @@ def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
     counts = []
     for step in range(30):
         passes.clear()
-        codec.compress(residual.add_(torch.randn(200_000, generator=generator)))
+        gradient = torch.randn(200_000, generator=generator)
+        codec.compress(residual, gradient, residual, ONE)
         counts.append(read_count(codec.message))
         assert len(passes) == 1, step
         assert len(passes[0][0]) < 2 * 2000 or step < 10

@@ -11,7 +11,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -47,21 +47,22 @@ class Bucket(Residual):
         self._skipped_names: set[str] = set()  # parameters to which the step is not applied
         self._sent_all = False
 
-    def add(self, gradient: Tensor, scale: Tensor) -> None:
-        """Start a step: add a gradient that has the loss scale ``scale``."""
-        self._skipped_names.clear()
+    def begin_step(self, unused: Collection[str]) -> Tensor:
+        """Return the residual to add to the gradient: 0 for the ``unused`` parameters.
+
+        Args:
+            unused: Parameters that this rank does not use in this step; they keep their residual.
+        """
+        self._skipped_names = set(unused)
         self._sent_all = False
-        torch.addcdiv(self.committed, gradient, scale, out=self.pending)
+        residual = self.committed.clone() if unused else self.committed
+        for part in map(self.parts.__getitem__, unused):
+            residual[part] = 0.0
+        return residual
 
-    def exclude_unused(self, name: str) -> None:
-        """Exclude the residual of a parameter that this rank does not use in this step."""
-        part = self.parts[name]
-        self.pending[part].sub_(self.committed[part])
-        self._skipped_names.add(name)
-
-    def send_all(self, gradient: Tensor, scale: Tensor) -> None:
-        """Move the whole residual into a gradient that is sent uncompressed."""
-        gradient.copy_(self.pending.mul_(scale))
+    def send_all(self, residual: Tensor, gradient: Tensor, scale: Tensor) -> None:
+        """Add the residual to a gradient that is sent uncompressed."""
+        gradient.add_(residual * scale)
         self.pending.zero_()
         self._sent_all = True
 

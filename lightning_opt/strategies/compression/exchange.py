@@ -24,13 +24,7 @@ from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.compressors import Codec, Compressor, Quantize
 from lightning_opt.strategies.own_exchange import ExchangeThread, all_to_all, start_all_to_all
-from lightning_opt.strategies.packing import (
-    any_flag,
-    is_finite,
-    read_count,
-    write_count,
-    write_flag,
-)
+from lightning_opt.strategies.packing import any_flag, read_count, write_flag
 
 # Torch 2.13 renamed it, and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -101,23 +95,19 @@ class Exchange(ABC):
         self._world = dist.get_world_size()
 
     @abstractmethod
-    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
+    def start(self, residual: Tensor, gradient: Tensor, scale: Tensor) -> Future[Tensor]:
         """Launch the exchange of one step. On a GPU, the host does not wait.
 
         Args:
-            gradient: This rank's bucket, flat; ``residual.pending`` already includes it. It is
-                overwritten with the mean over ranks of the sent values, or with NaN if any rank's
-                gradient was not finite. ``residual.pending`` keeps the unsent rest.
+            residual: Is added to the gradient. The unsent rest of their sum goes into
+                ``residual.pending``.
+            gradient: This rank's bucket, flat. It is overwritten with the mean over ranks of the
+                sent values, or with NaN if any rank's gradient was not finite.
             scale: The loss scale of the gradient; the residual is unscaled.
 
         Returns:
             A future of ``gradient``.
         """
-
-    def _begin_step(self) -> Tensor:
-        """Reset ``skipped``, and return whether this rank's gradient is not finite."""
-        self.skipped.zero_()
-        return is_finite(self.residual.pending).logical_not()
 
     def commit(self) -> None:
         """Commit the residual unless the step was skipped."""
@@ -154,9 +144,11 @@ class GatherExchange(Exchange):
         self._gathered = self._codec.message.repeat(self._world, 1)
         self.sent_bytes = (self._world - 1) * self._codec.nbytes
 
-    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
+    def start(self, residual: Tensor, gradient: Tensor, scale: Tensor) -> Future[Tensor]:
         codec, gathered = self._codec, self._gathered
-        encode(codec, self.residual.pending, self._begin_step())
+        finite = codec.compress(residual, gradient, self.residual.pending, scale.reciprocal())
+        write_flag(codec.message, finite.logical_not())
+        self.skipped.zero_()
 
         def finish(future: Future[list[Tensor]]) -> Tensor:
             future.value()  # raises its error, such as a lost rank
@@ -224,10 +216,13 @@ class TwoStageExchange(Exchange):
         self._gathered = torch.empty_like(self._sent)
         self.sent_bytes = 2 * (world - 1) * self._codec.nbytes
 
-    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        codec, non_finite = self._codec, self._begin_step()
+    def start(self, residual: Tensor, gradient: Tensor, scale: Tensor) -> Future[Tensor]:
+        codec, factor, finite = self._codec, scale.reciprocal(), []
         for codec.message, shard in zip(self._sent, self._shards, strict=True):
-            encode(codec, self.residual.pending[shard], non_finite)
+            rest = self.residual.pending[shard]
+            finite.append(codec.compress(residual[shard], gradient[shard], rest, factor))
+        write_flag(self._sent, torch.stack(finite).all().logical_not())
+        self.skipped.zero_()
         future: Future[Tensor]
         if not reads_are_free(gradient.device):
             tensors = self._received, self._sent
@@ -248,18 +243,18 @@ class TwoStageExchange(Exchange):
         future = Future()
         return self._thread.submit(run, future)  # DDP raises an error in the backward pass
 
-    def _finish(self, gradient: Tensor, scale: Scalar) -> Tensor:
+    def _finish(self, gradient: Tensor, scale: Tensor) -> Tensor:
         """Encode and gather the means of the shards, and decode them into the gradient.
 
         A rank with a non-finite gradient flags all its messages, so that every rank sees it.
         """
         codec, skipped = self._codec, self.skipped
         skipped.logical_or_(any_flag(self._received))
-        mean = self._mean_residual.pending.copy_(self._mean_residual.committed)
+        mean = self._mean_residual.pending.zero_()
         for message in self._received:
             codec.decompress_add(message, mean, 1.0 / self._world)
         codec.message = self._mean_message
-        codec.compress(mean)
+        codec.compress(self._mean_residual.committed, mean, mean, mean.new_ones(()))
         if reads_are_free(gradient.device):
             rows = codec.message.expand(self._world, -1)
             self._gathered.copy_(all_to_all(rows, self._group))
@@ -282,16 +277,6 @@ class TwoStageExchange(Exchange):
     @property
     def selected(self) -> int:
         return sum(map(read_count, self._sent))
-
-
-def encode(codec: Codec, flat: Tensor, non_finite: Tensor) -> None:
-    """Write the message of ``flat``, flagged if the rank's gradient is ``non_finite``."""
-    # On a GPU, checking `non_finite` would wait. Its message is not used in that case.
-    if reads_are_free(flat.device) and non_finite:
-        write_count(codec.message, 0)
-    else:
-        codec.compress(flat)
-    write_flag(codec.message, non_finite)
 
 
 def zero_or_nan(out: Tensor, non_finite: Tensor) -> Tensor:

@@ -178,13 +178,15 @@ class CompressedReduction:
         if isinstance(scheme, Compressor):
             if scheme.late:
                 self._clip(gradient, self._scale)
-            exchange = self._add_to_residual(bucket, scheme).exchange
-            assert exchange is not None
-            record_arrival = self.traffic.record_launch(exchange.sent_bytes, dense, gradient.device)
-            future = exchange.start(gradient, self._scale)
+            own, residual = self._begin_bucket(bucket, scheme)
+            assert own.exchange is not None
+            sent = own.exchange.sent_bytes
+            record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
+            future = own.exchange.start(residual, gradient, self._scale)
         else:
             if self.buckets.may_be_nonzero:
-                self._add_to_residual(bucket, None).send_all(gradient, self._scale)
+                own, residual = self._begin_bucket(bucket, None)
+                own.send_all(residual, gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
             sent = dense_bytes(gradient.numel(), itemsize, self._world)
             record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
@@ -192,7 +194,10 @@ class CompressedReduction:
         self._touched.difference_update(bucket.parameters())
         return future.then(record_arrival)
 
-    def _add_to_residual(self, grad_bucket: GradBucket, compressor: Compressor | None) -> Bucket:
+    def _begin_bucket(
+        self, grad_bucket: GradBucket, compressor: Compressor | None
+    ) -> tuple[Bucket, Tensor]:
+        """Return the bucket of these gradients, and the residual to add to them."""
         parameters = {self._names[parameter]: parameter for parameter in grad_bucket.parameters()}
         bucket = self.buckets.get(parameters, grad_bucket.buffer())
         if bucket.compressor is not compressor:
@@ -204,15 +209,11 @@ class CompressedReduction:
             elif compressor is not None:
                 bound = self._bounds.get(next(iter(parameters)))
                 bucket.exchange = GatherExchange(compressor, bucket, bound)
-        bucket.add(grad_bucket.buffer(), self._scale)
-        if self._may_skip:
-            # DDP discards the reduced gradient of a parameter that no rank used, and the bucket
-            # holds its gradient of an earlier step.
-            for name, parameter in parameters.items():
-                if parameter not in self._touched:
-                    bucket.exclude_unused(name)
+        # DDP discards the reduced gradient of a parameter that no rank used, and the bucket holds
+        # its gradient of an earlier step.
+        unused = [name for name, parameter in parameters.items() if parameter not in self._touched]
         self._launched.append(bucket)
-        return bucket
+        return bucket, bucket.begin_step(unused if self._may_skip else ())
 
     def _begin_step(self) -> None:
         self.commit()

@@ -91,12 +91,13 @@ def exchange(
     if replicas.local_group is not None:
         dist.all_reduce(all_finite, dist.ReduceOp.MIN, replicas.local_group)
     finite, compressor = bool(all_finite), CODECS[compression]
-    if finite:
-        residual.add_(pseudo_gradient)
     if compressor is None:
+        if finite:
+            residual.add_(pseudo_gradient)
         mean, sent_bytes = _average(residual, finite, replicas)
     else:
-        mean, sent_bytes = _average_compressed(residual, finite, replicas, compressor)
+        own = pseudo_gradient if finite else None
+        mean, sent_bytes = _average_compressed(own, residual, replicas, compressor)
     return mean, finite, sent_bytes
 
 
@@ -115,12 +116,14 @@ def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor
 
 
 def _average_compressed(
-    residual: Tensor, finite: bool, replicas: Replicas, compressor: Quantize
+    pseudo_gradient: Tensor | None, residual: Tensor, replicas: Replicas, compressor: Quantize
 ) -> tuple[Tensor | None, int]:
     """Return the mean of the finite replicas' residuals and the bytes sent.
 
-    The unsent rest stays in ``residual``.
+    The pseudo-gradient, None if it is not finite, is added to ``residual``, where the unsent rest
+    stays.
     """
+    finite = pseudo_gradient is not None
     count, numel, sent_bytes = replicas.count, residual.numel(), 0
     size = -(-numel // (count * compressor.block)) * compressor.block
     codec = compressor.codec(size, residual.device)
@@ -130,26 +133,31 @@ def _average_compressed(
         shards = _shards(residual, size, count)
         own_shard = shards[replicas.index]
         sent = torch.zeros(count, row, dtype=torch.uint8, device=residual.device)
-        for shard, codec.message in zip(shards, sent, strict=True):
-            is_sent = finite and shard is not own_shard
-            write_flag(codec.message, not is_sent)
-            if is_sent:
-                codec.compress(shard)
+        write_flag(sent, True)
+        if pseudo_gradient is not None:
+            for shard, new, codec.message in zip(
+                shards, _shards(pseudo_gradient, size, count), sent, strict=True
+            ):
+                if shard is own_shard:
+                    own_shard.add_(new)
+                else:
+                    codec.compress(shard, new, shard, residual.new_ones(()))
+                    write_flag(codec.message, False)
         received = all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
         messages = [message for message in received if not any_flag(message)]
         num_finite = len(messages) + finite
         share = 1.0 / max(num_finite, 1)
-        # This replica's own values count as they are, and leave no rest.
-        total = own_shard * (share * finite)
-        own_shard.mul_(not finite)
+        total = torch.zeros_like(own_shard)
         for message in messages:
             codec.decompress_add(message, total, share)
         own = codec.message = torch.zeros_like(sent[0])
-        write_flag(own, not num_finite)
         if num_finite:
-            codec.compress(total)
+            # This replica's own values count as they are, and leave no rest.
+            codec.compress(total, own_shard, total, residual.new_tensor(share * finite))
+            own_shard.mul_(not finite)
             # The unsent rest of the mean.
             own_shard.add_(total, alpha=count)
+        write_flag(own, not num_finite)
         gathered.copy_(all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
     if replicas.local_group is not None:
