@@ -100,10 +100,30 @@ def exchange(
     return mean, finite, sent_bytes
 
 
+def raise_if_apart(place: float, replicas: Replicas, device: torch.device) -> None:
+    """Raise on all processes if replicas have reached different places. All must call it.
+
+    Args:
+        place: The step of an exchange, or a negative number for another meeting.
+        replicas: The process groups.
+        device: For messages.
+    """
+    ends = [place, -place]
+    for group in (replicas.leaders if replicas.is_leader else None, replicas.local_group):
+        if group is not None:
+            ends = largest_over_ranks(ends, device, group)
+    if ends[0] != -ends[1]:
+        raise RuntimeError(
+            "DiLoCo stops: the data of one replica ended while another still trains. Give every "
+            "process as many batches, such as Trainer(limit_train_batches=...) with a number that "
+            "every IterableDataset reaches."
+        )
+
+
 def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor | None, int]:
     """Return the mean of the finite replicas' residuals and the bytes sent. Sets them to 0."""
     own = residual if finite else torch.zeros_like(residual)
-    total = functional.pad(own, (0, 1), value=float(finite)).to(_message_device(residual))
+    total = functional.pad(own, (0, 1), value=float(finite)).to(message_device(residual))
     residual.mul_(not finite)
     if replicas.is_leader:
         dist.all_reduce(total, group=replicas.leaders)
@@ -125,7 +145,7 @@ def _average_compressed(
     size = -(-numel // (count * compressor.block)) * compressor.block
     codec = compressor.codec(size, residual.device)
     row = codec.nbytes
-    gathered = torch.empty(count, row, dtype=torch.uint8, device=_message_device(residual))
+    gathered = torch.empty(count, row, dtype=torch.uint8, device=message_device(residual))
     if replicas.is_leader:
         shards = _shards(residual, size, count)
         own_shard = shards[replicas.index]
@@ -168,7 +188,7 @@ def _shards(flat: Tensor, size: int, count: int) -> list[Tensor]:
     return [flat[number * size : (number + 1) * size] for number in range(count)]
 
 
-def _message_device(tensor: Tensor) -> torch.device:
+def message_device(tensor: Tensor) -> torch.device:
     """Return the device of messages: gloo sends from host memory."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_opt as lo
 from lightning_opt.strategies.diloco.exchange import average_states
@@ -291,6 +292,33 @@ def _unequal_batches() -> None:
         fit(Net(fewer=2), lo.DiLoCoStrategy(4))
 
 
+class Stream(IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class StreamNet(Net):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(list(super().train_dataloader())), batch_size=None)
+
+
+def _streams_of_different_lengths(folder: str) -> None:
+    """All ranks raise at the exchange, a checkpoint or the end, whatever the shorter one waits for.
+
+    Between two of these, replicas may be at different epochs.
+    """
+    for settings in ({}, {"enable_checkpointing": True, "default_root_dir": folder}):
+        for fewer in (7, -7):  # either rank ends first
+            with pytest.raises(RuntimeError, match="data of one replica ended while another"):
+                fit(StreamNet(fewer=fewer), lo.DiLoCoStrategy(4), **settings)
+    model = StreamNet(fewer=7)
+    fit(model, lo.DiLoCoStrategy(4), max_epochs=-1, max_steps=2 * STEPS)
+    assert same_on_all_ranks(model)
+
+
 class Spectral(Net):
     """A model with complex weights and a complex buffer, or with pairs of real numbers instead."""
 
@@ -341,6 +369,7 @@ def _run_all(folder: str) -> None:
     _unfrozen()
     _same_start_and_buffers()
     _unequal_batches()
+    _streams_of_different_lengths(folder)
     _complex_weights()
     _nothing_to_train()
     _averaged_optimizer_states()
