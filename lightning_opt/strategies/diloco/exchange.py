@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -207,15 +208,22 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, float]:
     """Return a weighted sum of each floating tensor, to detect changes. Waits for devices.
 
-    Each position has its own weight, a cosine. So a permutation changes the sum too.
+    Each position has its own weight. So a permutation changes the sum too. NaN and infinity count
+    as numbers.
     """
-    sums = []
-    for total in (tensor.detach().double() for tensor in tensors.values()):
+    sums, weights = [], cache(_position_weights)
+    for tensor in tensors.values():
+        total = tensor.detach().to(torch.float64, copy=True).nan_to_num_(math.pi, math.e, -math.e)
         while total.ndim:
-            positions = torch.arange(total.shape[-1], device=total.device).double()
-            total = total @ (positions + total.ndim / 10).cos()
+            total = total @ weights(total.shape[-1], total.ndim, total.device)
         sums.append(total)
     return dict(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))
+
+
+def _position_weights(count: int, dim: int, device: torch.device) -> Tensor:
+    """Return one weight per position. Products of few cosines are cheaper than many cosines."""
+    angles = torch.arange(1024 + count // 1024, dtype=torch.float64, device=device) + dim / 10
+    return torch.outer(angles[1023:].cos(), angles[: min(count, 1024)].cos()).flatten()[:count]
 
 
 def average_changed(tensors: Mapping[Key, Tensor], before: Mapping[Key, float]) -> None:
@@ -229,9 +237,8 @@ def average_changed(tensors: Mapping[Key, Tensor], before: Mapping[Key, float]) 
     if not keys:
         return
     now = checksums(tensors)
-    pairs = [(now[key], before.get(key, math.nan)) for key in keys]
-    changed = [new != old and not (math.isnan(new) and math.isnan(old)) for new, old in pairs]
-    flags = largest_over_ranks(map(float, changed), tensors[keys[0]].device)
+    changed = [float(now[key] != before.get(key)) for key in keys]
+    flags = largest_over_ranks(changed, tensors[keys[0]].device)
     for tensor in [tensors[key].detach() for key, flag in zip(keys, flags, strict=True) if flag]:
         wide = tensor.double()
         finite = wide.isfinite()

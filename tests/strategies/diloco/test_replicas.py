@@ -240,11 +240,13 @@ def _same_start_and_buffers() -> None:
                 module.assigned = torch.tensor(4.0)
                 module.alone = torch.tensor(4.0)
                 module.odd.fill_(torch.nan)
+                module.spoiled[1] = 4.0
 
     model, rank = Net(), dist.get_rank()
     model.register_buffer("shift", torch.tensor(2.0 + rank))
     model.register_buffer("queue", torch.arange(4.0))
     model.register_buffer("odd", torch.tensor(5.0))
+    model.register_buffer("spoiled", torch.tensor([torch.nan, 2.0]))
     model.register_buffer("assigned", torch.tensor(2.0))
     for name in ("late", "table", "alone"):
         model.register_buffer(name, None)
@@ -254,6 +256,7 @@ def _same_start_and_buffers() -> None:
     fit(model, lo.DiLoCoStrategy(4), callbacks=[callback])
     assert (float(model.shift), float(model.assigned), float(model.odd)) == (3.0, 3.0, 5.0)
     assert float(model.late) == 1.5
+    assert repr(model.spoiled.tolist()) == "[nan, 3.0]"
     assert model.queue.tolist() == [1.5, 0.5, 1.5, 2.5]
     assert (len(model.table), model.alone is None) == (2 + rank, rank == 0)
     assert model.synced.process_group is None
