@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,12 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         shape, elements = shape_of(self._batch)
         sizes = self._sizes
         size = sizes if isinstance(sizes, int) else sizes.size_for(shape, elements)
-        parts = 1 if size is None else -(-self._count_samples() // size)
+        try:
+            parts = 1 if size is None else -(-self._count_samples() // size)
+        except Exception:  # of the user's function
+            with suppress(RuntimeError):
+                self._ranks.agree_on_parts(0, lambda: -1)  # raises on all ranks
+            raise
         parts = self._ranks.agree_on_parts(parts, self._count_samples)
         if isinstance(sizes, PlannedSizes):
             samples = self._count_samples()

@@ -68,6 +68,8 @@ class Ranks:
         if self._group is None:
             return parts
         max_parts, negative_samples = self.largest(parts, -count_samples())
+        if negative_samples > 0:
+            raise RuntimeError("Another rank failed to split its batch.")
         return min(max_parts, -negative_samples)
 
     def largest(self, *numbers: int) -> list[int]:

@@ -206,7 +206,8 @@ def find_cpu_quota(root: Path = Path("/")) -> float | None:
         files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # version 2, version 1
         limit = " ".join(line for name in files for line in _lines(folder / name)).split()
         if limit and limit[0].isdigit():  # otherwise "max" or -1
-            quotas.append(int(limit[0]) / int(limit[1]))
+            period = int([*limit, "100000"][1])  # the kernel's default, if there is no file
+            quotas.append(int(limit[0]) / period)
     return min(quotas, default=None)
 
 

@@ -85,17 +85,23 @@ def read_scalars(values: Sequence[Scalar]) -> list[float]:
     return stack_scalars(values).tolist()
 
 
+def _is_float_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
 def to_plain(value: Any) -> Any:
     """Return ``value`` with tensors on the CPU and 0-dimensional tensors as numbers.
 
-    It serves checkpoints and reports, and waits for the device. Each :class:`DeviceCache` in a dict
-    is omitted.
+    It serves checkpoints and reports, and waits for the device: once for the numbers of a dict.
+    Each :class:`DeviceCache` in a dict is omitted.
     """
     if isinstance(value, Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu().clone()
     if isinstance(value, dict):
         kept = {key: item for key, item in value.items() if not isinstance(item, DeviceCache)}
-        return {key: to_plain(item) for key, item in kept.items()}
+        scalars = {key: item for key, item in kept.items() if _is_float_scalar(item)}
+        read = dict(zip(scalars, read_scalars([*scalars.values()]), strict=True))
+        return {key: read[key] if key in read else to_plain(item) for key, item in kept.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
     return value

@@ -77,13 +77,14 @@ class DiagonalPreconditioner:
         for name, gradient in zip(names, gradients, strict=True):
             if not gradient.numel():
                 continue  # it has no largest magnitude
-            largest = torch.linalg.vector_norm(gradient, torch.inf)
+            bound = self.clip
+            if bound is not None:
+                # 0 times infinity makes the bound NaN. A finite bound would hide the infinity.
+                bound = bound * scale + 0.0 * torch.linalg.vector_norm(gradient, torch.inf)
             if name not in self._factors:
                 self._factors[name] = self._factor(name, gradient)
             gradient.mul_(self._factors[name])
-            if self.clip is not None:
-                # 0 times infinity makes the bound NaN. A finite bound would hide the infinity.
-                bound = self.clip * scale + 0.0 * largest
+            if bound is not None:
                 gradient.clamp_(-bound, bound)
 
     def average(self) -> dict[str, Tensor]:

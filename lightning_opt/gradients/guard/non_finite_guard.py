@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
-from lightning_opt.core.modules.sharding import is_dtensor, step_groups
+from lightning_opt.core.modules.sharding import is_dtensor, reads_are_free, step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
@@ -218,13 +219,15 @@ class NonFiniteGuard(GradientCallback):
         if not losses and not step.gradients.tensors and not groups:
             return  # `training_step` returned None
         state = self.escalation.state(index)
-        on_host = step.gradients.on_host
+        # By a parameter, because a single rank may have no gradients.
+        first = next((one for group in optimizer.param_groups for one in group["params"]), None)
+        on_host = first is None or reads_are_free(first.device)
         scale = loss_scale(trainer)
         # Reading the scale is free on a CPU.
         known_scale = scale.item() if on_host and scale is not None else scale
         detection = self._detector.detect(
             mean_loss(trainer, [loss for _, loss in losses], known_scale, read=on_host),
-            step.norms.total,
+            step.norms.total if on_host else torch.as_tensor(step.norms.total),
             state["history"],
             loss_scale=known_scale,
             reduce_on=trainer.strategy.root_device,
@@ -233,9 +236,8 @@ class NonFiniteGuard(GradientCallback):
         deferred = not on_host and skips_on_device(optimizer)
         if not deferred:
             detection = detection.on_host(float(detection.code))
-        parameters, norms = step.gradients.parameters, step.norms
         position = (trainer.global_step, trainer.current_epoch, index)
-        record = StepRecord(*position, losses, parameters, norms)
+        record = StepRecord(*position, losses, step.gradients.parameters, step.norms)
         if deferred:
             assert isinstance(detection.code, Tensor)
             self._delayed.push(detection.code[None], (detection, record))
@@ -256,9 +258,8 @@ class NonFiniteGuard(GradientCallback):
         """Respond to faults or take a snapshot. Optimizers and schedulers have stepped by now."""
         if not self._stepped:
             return
-        self._stepped = False
+        self._stepped, self._losses = False, []
         log_due, self._log_due = self._log_due, False
-        self._losses = []
         self.barriers.clear()
         for control in self._controls:
             control.reset()
@@ -334,8 +335,7 @@ class NonFiniteGuard(GradientCallback):
 
     def _explain(self, event: Event) -> str:
         """Return the reason for stopping the run at ``event``, and advice."""
-        escalation = self.escalation
-        counts = escalation.scalars()
+        escalation, counts = self.escalation, self.escalation.scalars()
         return (
             f"NonFiniteGuard(policy={escalation.policy!r}) stopped the run: {describe(event)}. "
             f"Faults in a row: {counts['guard/consecutive']:.0f} (max_consecutive="
@@ -345,8 +345,7 @@ class NonFiniteGuard(GradientCallback):
 
     def _tensors(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
         """Return all parameters of the optimizers and all buffers, by name."""
-        weights = {name: parameter for parameter, name in self.names.items()}
-        return weights | dict(pl_module.named_buffers())
+        return {name: one for one, name in self.names.items()} | dict(pl_module.named_buffers())
 
     def _find_damage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
         return self._damage.find(self._tensors(pl_module), pl_module, step_groups(trainer))
@@ -372,8 +371,7 @@ class NonFiniteGuard(GradientCallback):
         scalars = self.escalation.scalars()
         counts = ", ".join(f"{key[6:]} {value:g}" for key, value in scalars.items())
         title = f"NonFiniteGuard(policy={self.escalation.policy!r})"
-        newest = self.events[-20:]
-        rows = [{**event, "parameters": ", ".join(event["parameters"][:2])} for event in newest]
+        rows = [{**e, "parameters": ", ".join(e["parameters"][:2])} for e in self.events[-20:]]
         return Report(title, rows, [f"After {self._steps} steps: {counts}."])
 
     def release(self, trainer: pl.Trainer) -> None:
@@ -382,9 +380,13 @@ class NonFiniteGuard(GradientCallback):
         self._patch_optimizers([])
         self._reset_run(None)
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Count the last steps too, on all ranks. A single rank may call ``state_dict``."""
+        self._count_delayed(self._delayed.flush())
+        checkpoint["callbacks"][self.state_key] = self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """Return counts, learning rate scales, histories and events, as plain types."""
-        self._count_delayed(self._delayed.flush())
         return {
             "escalation": self.escalation.state_dict(),
             "steps": self._steps,

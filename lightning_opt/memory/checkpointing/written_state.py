@@ -32,6 +32,11 @@ class Entry(NamedTuple):
     value: Any
     key: Key
 
+    def was_replaced(self) -> bool:
+        """Return whether the user has replaced this parameter. FSDP replaces DTensors itself."""
+        now = self.place.get(self.name)
+        return now is not self.value and type(self.value) is type(now) is nn.Parameter
+
 
 class Saved(NamedTuple):
     """An entry before a run, its version if it is a tensor, and a copy of its value."""
@@ -159,15 +164,16 @@ class WrittenState:
             self.read_only = buffers.isdisjoint(self._written)
 
     def replace(self, values: dict[Key, Any], swapped: list[Entry]) -> list[Entry]:
-        """Insert the entries ``swapped``; replace all others by copies of their values.
+        """Insert the parameters of the first run; replace other entries by copies of their values.
 
         Copies are made of the value in ``values``, or else of the current value.
 
         Returns:
             The old entries, in the order in which to restore them.
         """
-        old = []
-        for place, name, value, key in swapped:
+        old, known = [], {entry.key for entry in swapped}
+        own = [entry for entry in self._own if entry.key not in known and entry.was_replaced()]
+        for place, name, value, key in [*swapped, *own]:
             # FSDP inserts the parameters of the first run itself, or keeps them elsewhere.
             if name in place and place[name] is not value:
                 old.append(Entry(place, name, place[name], key))

@@ -284,7 +284,9 @@ MAX_SUSPECTS = 5
 MEASURED_ITEMS = 3
 """Number of newest items of a container whose size is measured."""
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_FOLDERS = "|".join(map(re.escape, (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))))
+_INSTALLED = re.compile(rf"^({_FOLDERS})[/\\]|[/\\](site|dist)-packages[/\\]")
+"""Matches files of installed libraries, and of this one."""
 
 
 @dataclass(frozen=True)
@@ -314,12 +316,12 @@ class Suspect:
 
 
 def user_modules() -> list[Root]:
-    """Return the names and objects of imported Python modules outside of installed libraries."""
-    own = str(Path(__file__).parents[2])
+    """Return the names and objects of the user's Python modules, with the globals of a notebook."""
     return [
         (name, module)
         for name, module in [*sys.modules.items()]
-        if (file := getattr(module, "__file__", None)) and not file.startswith((*_LIBRARIES, own))
+        if ((file := getattr(module, "__file__", None)) or name == "__main__")
+        and not _INSTALLED.search(file or "")
     ]
 
 

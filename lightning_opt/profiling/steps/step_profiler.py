@@ -174,8 +174,8 @@ class StepProfiler(BaseProfiler):
     too, by events that are read some steps later, so no step waits for the device. Memory does not
     grow with the run.
 
-    At the end of a run, rank 0 prints the table. :meth:`report` returns it. With several processes,
-    every rank needs its own profiler.
+    At the end of a run, rank 0 prints the table. :meth:`report` returns it, and compares the ranks
+    if every rank has a profiler.
 
     Logged every ``log_every_n_steps`` batches and at the end of a fit:
 

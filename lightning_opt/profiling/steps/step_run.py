@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from lightning_opt.profiling.steps.step_profiler import Measures, StepProfiler
 
+KEY = "lightning_opt/step_profiler/{}"
+"""In the store of the process group: this rank has a profiler."""
+
 
 class StepRun:
     """Measures one run: maps each action that Lightning reports to a phase, and finds the steps.
@@ -45,6 +48,10 @@ class StepRun:
         self._flop_count: FlopCount | None = None
         self._step_open = False
         self._epoch_depth = 0
+        # A collective of all ranks would wait for those without a profiler. A store does not wait.
+        self._store = dist.distributed_c10d._get_default_store() if self._has_ranks() else None
+        if self._store is not None:
+            self._store.set(KEY.format(dist.get_rank()), "")
 
     # --- actions --------------------------------------------------------------------------------
 
@@ -165,11 +172,17 @@ class StepRun:
         self._gather_busy_seconds()
         self._log()
 
+    def _has_ranks(self) -> bool:
+        several = self.measures.stage == "fit" and self.measures.world_size > 1
+        return several and dist.is_available() and dist.is_initialized()
+
     def _gather_busy_seconds(self) -> None:
-        if self.measures.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        if self._store is None:
             return
         busy = self.clock.busy / max(1, self.clock.work.steps.count)
-        self.measures.ranks = gather_objects(busy, (dist.group.WORLD,))
+        if self._store.check([KEY.format(rank) for rank in range(dist.get_world_size())]):
+            self.measures.ranks = gather_objects(busy, (dist.group.WORLD,))
+        self._store.delete_key(KEY.format(dist.get_rank()))
 
     def _log(self) -> None:
         seconds, window_totals = self.clock.end_window()

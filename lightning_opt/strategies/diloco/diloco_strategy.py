@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from lightning_opt.core.arguments import (
     check_at_least,
@@ -25,10 +28,13 @@ from lightning_opt.strategies.diloco.exchange import (
     broadcast_all,
     make_groups,
 )
-from lightning_opt.strategies.diloco.replica import Plan, Replica
+from lightning_opt.strategies.diloco.replica import COLLECTIVE, Plan, Replica
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.lightning import package_of
 from lightning_opt.trainer.run_callback import raise_if_lbfgs
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class DiLoCoStrategy(OwnExchangeStrategy):
@@ -78,6 +84,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             that is not shorter than the window; in ``setup`` for LBFGS, for sharded parameters,
             lazy layers without weights, and a model of which nothing is trained; before the first
             step if processes have different numbers of batches.
+        RuntimeError: At the next exchange or collective of Lightning, on all processes, if an
+            ``IterableDataset`` ended on one replica while others still train.
 
     References:
         Douillard et al. (2023), *DiLoCo: Distributed Low-Communication Training of Language
@@ -163,22 +171,43 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         """Set the shared weights to those at the start of training."""
         super().on_train_start()
         if self._replicas is not None:
-            self._raise_if_batches_differ(float(self._module.trainer.num_training_batches))
+            may_end = self._may_end_early(self._module.trainer)
+            state = self._resumed or {}
             self._replica = Replica(
-                self._module, self.optimizers, self._replicas, self.plan, self._resumed or {}
+                self._module, self.optimizers, self._replicas, self.plan, state, may_end
             )
             self._undo.callback(self._replica.thread.close)
+            for name in ("broadcast", "reduce", "barrier") if may_end else ():
+                checked = partial(self._after_meeting, getattr(self, name))
+                self._undo.enter_context(replaced(self, **{name: checked}))
         self._resumed = None
 
-    def _raise_if_batches_differ(self, batches: float) -> None:
+    def _after_meeting(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a collective of Lightning, such as at the end of an epoch, if all replicas do."""
+        if self._replica is not None and not self._module.trainer.interrupted:
+            self._replica.meet(COLLECTIVE)
+        return collective(*args, **kwargs)
+
+    def _may_end_early(self, trainer: pl.Trainer) -> bool:
+        """Return whether replicas may run out of data at different steps. A collective.
+
+        Raises:
+            ValueError: If the numbers of batches are known, and differ.
+        """
+        loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+        datasets = [getattr(loader, "dataset", None) for loader in loaders]
+        streams = any(one is None or isinstance(one, IterableDataset) for one in datasets)
+        batches = float(trainer.num_training_batches)
         # The minimum is the maximum of the negatives.
-        most, fewest = largest_over_ranks([batches, -batches], self.root_device)
+        ends = [batches, -batches, float(streams)]
+        most, fewest, may_end = largest_over_ranks(ends, self.root_device)
         if most != -fewest:
             raise ValueError(
                 f"DiLoCo needs as many batches on every process, got from {-fewest:g} to {most:g}. "
                 "Use a DistributedSampler, or Trainer(limit_train_batches=...) with a number that "
                 "every process reaches."
             )
+        return bool(may_end)
 
     def on_train_end(self) -> None:
         """Synchronize once more, because callbacks may have changed the weights."""

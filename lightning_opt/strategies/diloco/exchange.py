@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -101,10 +102,30 @@ def exchange(
     return mean, finite, sent_bytes
 
 
+def raise_if_apart(place: float, replicas: Replicas, device: torch.device) -> None:
+    """Raise on all processes if replicas have reached different places. All must call it.
+
+    Args:
+        place: The step of an exchange, or a negative number for another meeting.
+        replicas: The process groups.
+        device: For messages.
+    """
+    ends = [place, -place]
+    for group in (replicas.leaders if replicas.is_leader else None, replicas.local_group):
+        if group is not None:
+            ends = largest_over_ranks(ends, device, group)
+    if ends[0] != -ends[1]:
+        raise RuntimeError(
+            "DiLoCo stops: the data of one replica ended while another still trains. Give every "
+            "process as many batches, such as Trainer(limit_train_batches=...) with a number that "
+            "every IterableDataset reaches."
+        )
+
+
 def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor | None, int]:
     """Return the mean of the finite replicas' residuals and the bytes sent. Sets them to 0."""
     own = residual if finite else torch.zeros_like(residual)
-    total = functional.pad(own, (0, 1), value=float(finite)).to(_message_device(residual))
+    total = functional.pad(own, (0, 1), value=float(finite)).to(message_device(residual))
     residual.mul_(not finite)
     if replicas.is_leader:
         dist.all_reduce(total, group=replicas.leaders)
@@ -128,7 +149,7 @@ def _average_compressed(
     size = -(-numel // (count * compressor.block)) * compressor.block
     codec = compressor.codec(size, residual.device)
     row = codec.nbytes
-    gathered = torch.empty(count, row, dtype=torch.uint8, device=_message_device(residual))
+    gathered = torch.empty(count, row, dtype=torch.uint8, device=message_device(residual))
     if replicas.is_leader:
         shards = _shards(residual, size, count)
         own_shard = shards[replicas.index]
@@ -176,7 +197,7 @@ def _shards(flat: Tensor, size: int, count: int) -> list[Tensor]:
     return [flat[number * size : (number + 1) * size] for number in range(count)]
 
 
-def _message_device(tensor: Tensor) -> torch.device:
+def message_device(tensor: Tensor) -> torch.device:
     """Return the device of messages: gloo sends from host memory."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device
 
@@ -195,15 +216,22 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, float]:
     """Return a weighted sum of each floating tensor, to detect changes. Waits for devices.
 
-    Each position has its own weight, a cosine. So a permutation changes the sum too.
+    Each position has its own weight. So a permutation changes the sum too. NaN and infinity count
+    as numbers.
     """
-    sums = []
-    for total in (tensor.detach().double() for tensor in tensors.values()):
+    sums, weights = [], cache(_position_weights)
+    for tensor in tensors.values():
+        total = tensor.detach().to(torch.float64, copy=True).nan_to_num_(math.pi, math.e, -math.e)
         while total.ndim:
-            positions = torch.arange(total.shape[-1], device=total.device).double()
-            total = total @ (positions + total.ndim / 10).cos()
+            total = total @ weights(total.shape[-1], total.ndim, total.device)
         sums.append(total)
     return dict(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))
+
+
+def _position_weights(count: int, dim: int, device: torch.device) -> Tensor:
+    """Return one weight per position. Products of few cosines are cheaper than many cosines."""
+    angles = torch.arange(1024 + count // 1024, dtype=torch.float64, device=device) + dim / 10
+    return torch.outer(angles[1023:].cos(), angles[: min(count, 1024)].cos()).flatten()[:count]
 
 
 def average_changed(tensors: Mapping[Key, Tensor], before: Mapping[Key, float]) -> None:
@@ -217,9 +245,8 @@ def average_changed(tensors: Mapping[Key, Tensor], before: Mapping[Key, float]) 
     if not keys:
         return
     now = checksums(tensors)
-    pairs = [(now[key], before.get(key, math.nan)) for key in keys]
-    changed = [new != old and not (math.isnan(new) and math.isnan(old)) for new, old in pairs]
-    flags = largest_over_ranks(map(float, changed), tensors[keys[0]].device)
+    changed = [float(now[key] != before.get(key)) for key in keys]
+    flags = largest_over_ranks(changed, tensors[keys[0]].device)
     for tensor in [tensors[key].detach() for key, flag in zip(keys, flags, strict=True) if flag]:
         wide = tensor.double()
         finite = wide.isfinite()

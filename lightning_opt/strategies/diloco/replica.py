@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,15 @@ from lightning_opt.strategies.diloco.exchange import (
     average_changed,
     checksums,
     exchange,
+    message_device,
+    raise_if_apart,
     reset_non_finite,
 )
 from lightning_opt.strategies.own_exchange import ExchangeThread
 from lightning_opt.strategies.packing import chunks_of
+
+SYNCHRONIZATION, COLLECTIVE = -1, -2
+"""Where replicas meet, besides the exchange of a step, which has the step's number."""
 
 
 class Fragment:
@@ -169,6 +175,7 @@ class Replica:
         replicas: The process groups.
         plan: The settings, the same on all replicas.
         state: A result of :meth:`state_dict`, or empty.
+        may_end: Whether a replica may run out of data before others.
 
     Attributes:
         thread: Runs the exchanges.
@@ -181,8 +188,9 @@ class Replica:
         replicas: Replicas,
         plan: Plan,
         state: Mapping[str, Any],
+        may_end: bool,
     ) -> None:
-        self._module, self._optimizers = module, optimizers
+        self._module, self._optimizers, self._may_end = module, optimizers, may_end
         self._replicas, self._plan = replicas, plan
         self._step: int = state.get("step", 0)
         self._reported_step = self._step
@@ -252,11 +260,14 @@ class Replica:
             with torch.no_grad(), torch.cuda.stream(stream):  # has no effect for None
                 if computed is not None:
                     computed.wait()
+                if self._may_end:
+                    raise_if_apart(place, replicas, message_device(residual))
                 outcome = exchange(pseudo_gradient, residual, replicas, compression)
                 if stream is not None:
                     stream.synchronize()
                 return outcome
 
+        place = SYNCHRONIZATION if self._synchronized else self._step
         due = self._step + self._plan.delay
         self._in_flight[number] = (due, self.thread.submit(run, Future()))
 
@@ -287,9 +298,17 @@ class Replica:
             fragment.reset()
         fragment.pseudo_gradient = None
 
+    def meet(self, place: int) -> None:
+        """Raise on all processes, instead of a wait, if a replica ran out of data before others."""
+        if self._may_end:
+            device = message_device(self._fragments[0].outer)
+            run = partial(raise_if_apart, place, self._replicas, device)
+            self.thread.submit(run, Future[None]()).result()
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Set all replicas to the mean of their weights and buffers. All processes must call it."""
+        self.meet(SYNCHRONIZATION)
         for number in list(self._in_flight):
             self._merge(number)
         tensors = self._tensors()

@@ -227,7 +227,7 @@ def end_badly(how: str) -> str:
         return [(part, len(part["x"])) for part in lo.split_batch(batch, size)]
 
     micro = lo.MicroBatching(
-        4 if how == "parts" else "auto", split=split if how == "split" else None
+        4 if how in ("parts", "fixed split") else "auto", split=split if "split" in how else None
     )
     trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[micro])
     try:
@@ -247,6 +247,7 @@ def end_badly(how: str) -> str:
         ("hopeless", "Even one sample does not fit", "Even one sample does not fit"),
         ("error", "Another rank exited", "planted"),
         ("split", "Another rank failed to split", "planted"),
+        ("fixed split", "Another rank failed to split", "planted"),
         ("parts", "another rank could not run parts", "fails on a part of the batch"),
         ("reduction", "RuntimeError", "while gradients were being reduced"),
     ],

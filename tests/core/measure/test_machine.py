@@ -37,6 +37,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({"job/step/cpu.max": "max 100000"}, None),
         ({"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000",
           "cpu/job/step/tasks": ""}, 0.5),
+        ({"cpu/job/step/cpu.cfs_quota_us": "250000"}, 2.5),  # without a period
         ({"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, None),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_opt.core.numerics import scalars
+from tests.helpers.syncs import SyncCounter
 
 search = settings(max_examples=200)
 # No subnormal numbers: a device may flush them to zero.
@@ -45,6 +46,16 @@ def test_wide_dtype_is_float64_except_on_mps() -> None:
     assert scalars.wide_dtype(torch.device("cpu")) is torch.float64
     assert scalars.wide_dtype(torch.device("cuda")) is torch.float64
     assert scalars.wide_dtype(torch.device("mps")) is torch.float32
+
+
+def test_to_plain_reads_all_numbers_of_a_dict_at_once() -> None:
+    numbers = {str(number): torch.tensor(number / 3) for number in range(9)}
+    state = {**numbers, "flag": torch.tensor(True), "count": torch.tensor(2**60 + 1)}
+    expected = {key: value.item() for key, value in state.items()}
+    assert repr(scalars.to_plain(state)) == repr(expected)
+    with SyncCounter() as syncs:
+        scalars.to_plain(numbers)
+    assert syncs.total == 1
 
 
 def test_to_plain_copies_tensors_and_omits_device_caches() -> None:

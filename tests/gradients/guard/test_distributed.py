@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
@@ -40,7 +41,7 @@ class ShardedNet(FaultyNet):
 def train(
     strategy: str,
     faults: dict[int, str],
-    *callbacks: lo.NonFiniteGuard,
+    *callbacks: Callback,
     leave_out: Any = (),
     device_path: bool = False,
     window: int = 1,
@@ -149,10 +150,32 @@ def stop(strategy: str, rank: int | None) -> tuple[str, list[str]]:
     return "", []
 
 
+class OnRank1(Callback):
+    """Does what a single rank may do: it asks for the guard's state, or loses its gradients."""
+
+    def __init__(self, what: str, guard: lo.NonFiniteGuard) -> None:
+        self.what, self.guard = what, guard
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self.what == "gradients" and trainer.global_rank == 1 and trainer.global_step > 8:
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.what == "state" and trainer.global_rank == 1:
+            self.guard.state_dict()
+
+
+def alone(what: str) -> Any:
+    guard = lo.NonFiniteGuard(**ROLLBACK, snapshot_every_n_steps=5)
+    train("ddp", IN_A_ROW, OnRank1(what, guard), guard, device_path=True, rank=None)
+    return guard.events, guard.report().notes[-1]
+
+
 def run_all() -> dict[str, Any]:
     runs = {name: case.run() for name, case in CASES.items()}
     return {
         **runs,
+        "alone": [alone(what) for what in ("state", "gradients")],
         "detections": detect_on_host_and_device(),
         "stop-ddp": stop("ddp", None),
         "stop-fsdp2": stop("fsdp2", 1),
@@ -190,6 +213,13 @@ def test_all_ranks_skip_the_fault_of_one_rank(name: str, ranks: Any) -> None:
 @named("rollback")
 def test_all_ranks_roll_back(name: str, ranks: Any) -> None:
     assert all("rollbacks 1" in rank[name][3] for rank in ranks)
+
+
+def test_ranks_respond_at_the_same_step_whatever_one_of_them_does(ranks: Any) -> None:
+    for first, second in zip(*(rank["alone"] for rank in ranks), strict=True):
+        assert "rollbacks 1" in first[1]
+        assert first[1] == second[1]
+        assert [e["step"] for e in first[0]] == [e["step"] for e in second[0]]
 
 
 def test_all_ranks_roll_back_a_nan_weight_of_one_rank(ranks: Any) -> None:

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from lightning_opt.core.modules.blocks import Block as Found
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.preserve import ALWAYS_COPIED_BYTES
-from lightning_opt.memory.checkpointing.forward import InputChangedError
+from lightning_opt.memory.checkpointing.forward import CheckpointedForward, InputChangedError
 from lightning_opt.memory.checkpointing.policies import AppliedPlan, make_plan
 
 POLICIES = ("every_layer", "sqrt", "selective")
@@ -231,3 +231,20 @@ def test_random_state_of_the_parameters_device_is_restored_if_no_argument_is_on_
         loss.backward()
     assert seen == [8, 8]
     assert drawn == [99]
+
+
+def test_parameters_replaced_before_the_backward_pass_are_not_used():
+    def gradients(checkpointed: bool) -> list[Any]:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+        for block in blocks if checkpointed else []:
+            CheckpointedForward(block).apply()
+        used = list(blocks.parameters())
+        loss = blocks(torch.ones(4, 8)).square().mean()
+        for block in blocks:
+            block[0].weight = nn.Parameter(torch.zeros(8, 8))  # type: ignore[index]
+        loss.backward()
+        assert not any(block[0].weight.any() for block in blocks)  # type: ignore[index]
+        return [one.grad for one in used] + [block[0].weight.grad for block in blocks]  # type: ignore[index]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)

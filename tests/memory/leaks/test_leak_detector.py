@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import lightning_opt as lo
 from lightning_opt.core.measure.memory import MemoryLimits, Usage, malloc_info
-from lightning_opt.memory.leaks import leak_detector
+from lightning_opt.memory.leaks import leak_detector, suspects
 from lightning_opt.memory.leaks.suspects import MemoryTrend, Suspect, Walk, mean_size, read_counters
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
@@ -41,6 +42,25 @@ def train(model: Any, detector: lo.LeakDetector, **settings: Any) -> lo.LeakDete
     settings = {"max_epochs": EPOCHS, "limit_val_batches": 0, **settings}
     quiet_trainer(callbacks=[detector], **settings).fit(model)
     return detector
+
+
+def test_user_modules_are_those_of_the_user_and_of_a_notebook(monkeypatch):
+    files = {
+        "__main__": None,
+        "train": "/home/user/train.py",
+        "built_in": None,
+        "system_numpy": "/usr/lib/python3/dist-packages/numpy/__init__.py",
+        "user_numpy": "/home/user/.local/lib/python3.11/site-packages/numpy/__init__.py",
+    }
+    modules = {}
+    for name, file in files.items():
+        modules[name] = ModuleType(name)
+        if file:
+            modules[name].__file__ = file
+    installed = {"torch": torch, "random": random, "lightning_opt": lo}
+    imported = SimpleNamespace(modules={**modules, **installed})
+    monkeypatch.setattr(suspects, "sys", imported)
+    assert [name for name, _ in suspects.user_modules()] == ["__main__", "train"]
 
 
 class Found(NamedTuple):

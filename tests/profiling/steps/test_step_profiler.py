@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -101,6 +102,11 @@ def measure_in_ddp() -> Any:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(phase_clock, "perf_counter", clock)
         fit(profiler, Net(), SlowRank1(), devices=2, strategy="ddp", limit_val_batches=0)
+    alone = quiet_profiler() if dist.get_rank() == 0 else None
+    fit(alone, SmallNet(), devices=2, strategy="ddp")
+    if alone is not None:
+        assert alone.measures().batches == 12
+        assert alone.measures().ranks == []
     return fits, profiler.measures().ranks, profiler.measures().seconds, out.getvalue()
 
 

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from lightning_opt.strategies import own_exchange
 from lightning_opt.strategies.compressors import QuantizedCodec
-from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, exchange, make_groups
+from lightning_opt.strategies.diloco.exchange import (
+    CODECS,
+    Replicas,
+    checksums,
+    exchange,
+    make_groups,
+)
 from tests.helpers.processes import launch
 
 pytestmark = pytest.mark.distributed
@@ -23,6 +29,34 @@ def pseudo_gradient_of(rank: int) -> Tensor:
     """Return a replica's pseudo-gradient: a few large numbers and many small ones."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(5000, generator=generator) ** 3
+
+
+@pytest.mark.parametrize("shape", [(5000,), (3, 2048), (1024, 1024), (2, 3, 5)])
+def test_checksums_notice_moved_values_and_changes_beside_nan(shape: tuple[int, ...]) -> None:
+    def checksum(tensor: Tensor) -> float:
+        return checksums({("buffer", shape): tensor})["buffer", shape]
+
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    flat, rows = values.flatten(), 1024 if values.numel() > 1024 else values.shape[-1]
+    moved = [
+        flat.roll(1),
+        flat.roll(rows),
+        flat.flip(0),
+        torch.cat([flat[1:2], flat[:1], flat[2:]]),
+    ]
+    if shape == (1024, 1024):
+        moved.append(values.mT.flatten())
+    found = [checksum(one.view(shape).contiguous()) for one in (flat, *moved)]
+    assert len(set(found)) == len(found)
+    assert checksum(values.clone()) == found[0]
+    for odd in (torch.nan, torch.inf, -torch.inf):
+        spoiled = values.clone()
+        spoiled.view(-1)[3] = odd
+        before = checksum(spoiled)
+        assert checksum(spoiled.clone()) == before != found[0]
+        spoiled.view(-1)[7] += 1
+        assert checksum(spoiled) != before
+    assert bool(spoiled.view(-1)[3] == -torch.inf)  # unchanged
 
 
 def replicas(processes: int = 1) -> Replicas:

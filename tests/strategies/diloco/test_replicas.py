@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_opt as lo
 from lightning_opt.strategies.diloco.exchange import average_states
@@ -239,11 +240,13 @@ def _same_start_and_buffers() -> None:
                 module.assigned = torch.tensor(4.0)
                 module.alone = torch.tensor(4.0)
                 module.odd.fill_(torch.nan)
+                module.spoiled[1] = 4.0
 
     model, rank = Net(), dist.get_rank()
     model.register_buffer("shift", torch.tensor(2.0 + rank))
     model.register_buffer("queue", torch.arange(4.0))
     model.register_buffer("odd", torch.tensor(5.0))
+    model.register_buffer("spoiled", torch.tensor([torch.nan, 2.0]))
     model.register_buffer("assigned", torch.tensor(2.0))
     for name in ("late", "table", "alone"):
         model.register_buffer(name, None)
@@ -253,6 +256,7 @@ def _same_start_and_buffers() -> None:
     fit(model, lo.DiLoCoStrategy(4), callbacks=[callback])
     assert (float(model.shift), float(model.assigned), float(model.odd)) == (3.0, 3.0, 5.0)
     assert float(model.late) == 1.5
+    assert repr(model.spoiled.tolist()) == "[nan, 3.0]"
     assert model.queue.tolist() == [1.5, 0.5, 1.5, 2.5]
     assert (len(model.table), model.alone is None) == (2 + rank, rank == 0)
     assert model.synced.process_group is None
@@ -289,6 +293,33 @@ def _averaged_optimizer_states() -> None:
 def _unequal_batches() -> None:
     with pytest.raises(ValueError, match="as many batches on every process, got from 14 to 16"):
         fit(Net(fewer=2), lo.DiLoCoStrategy(4))
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class StreamNet(Net):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(list(super().train_dataloader())), batch_size=None)
+
+
+def _streams_of_different_lengths(folder: str) -> None:
+    """All ranks raise at the exchange, a checkpoint or the end, whatever the shorter one waits for.
+
+    Between two of these, replicas may be at different epochs.
+    """
+    for settings in ({}, {"enable_checkpointing": True, "default_root_dir": folder}):
+        for fewer in (7, -7):  # either rank ends first
+            with pytest.raises(RuntimeError, match="data of one replica ended while another"):
+                fit(StreamNet(fewer=fewer), lo.DiLoCoStrategy(4), **settings)
+    model = StreamNet(fewer=7)
+    fit(model, lo.DiLoCoStrategy(4), max_epochs=-1, max_steps=2 * STEPS)
+    assert same_on_all_ranks(model)
 
 
 class Spectral(Net):
@@ -341,6 +372,7 @@ def _run_all(folder: str) -> None:
     _unfrozen()
     _same_start_and_buffers()
     _unequal_batches()
+    _streams_of_different_lengths(folder)
     _complex_weights()
     _nothing_to_train()
     _averaged_optimizer_states()
