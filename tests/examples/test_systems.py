@@ -1,16 +1,16 @@
 """The example systems: original and optimised runs agree, and the optimisations are active."""
 
+import importlib
 import json
 import math
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.examples.conftest import EXAMPLES, Load
+from tests.helpers.processes import launch
 
 # The GPT defines validation, which only the demo uses.
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
@@ -109,42 +109,23 @@ def test_loop_and_trainer_agree_and_curvature_saves_steps(load: Load) -> None:
 # --- many machines --------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+def run_as_machine(script: str, *arguments: str) -> None:
+    """Run a script in the environment that torchrun creates on one of two machines."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": os.environ["RANK"]}
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(EXAMPLES))
+    importlib.import_module(script).main()
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_one_process_and_two_machines_reach_the_same_loss(
-    tmp_path: Path, environment: dict[str, str], load: Load
-) -> None:
+def test_one_process_and_two_machines_reach_the_same_loss(tmp_path: Path, load: Load) -> None:
     out = tmp_path / "new" / "table.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    torchrun += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
-    torchrun += ["--master-port", str(free_port())]
-    script = [str(EXAMPLES / "many_machines.py"), "--steps", "30", "--out", str(out)]
-    machines = [
-        subprocess.Popen(
-            [*torchrun, "--node-rank", str(rank), *script, "--strategy", "ddp", "ddp_topk"],
-            env=environment,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        alone = load("many_machines").train("ddp", 30, 1, 1)
-        output = [machine.communicate(timeout=500)[0] for machine in machines]
-    finally:
-        for machine in machines:
-            machine.terminate()  # torchrun then ends its workers
-            machine.wait()
+    words = ["--steps", "30", "--out", str(out), "--strategy", "ddp", "ddp_topk"]
+    launch(run_as_machine, "many_machines", *words)
+    alone = load("many_machines").train("ddp", 30, 1, 1)
 
-    assert [machine.returncode for machine in machines] == [0, 0], output
     table = json.loads(out.read_text())
     assert "machines: 2, processes on each: 1" in table["title"]
     assert len(set(table["processes"])) == 2
