@@ -3,11 +3,14 @@
 import importlib
 import json
 import math
+import multiprocessing
 import os
+import socket
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from tests.examples.conftest import EXAMPLES, Load
 from tests.helpers.processes import launch
@@ -109,13 +112,20 @@ def test_loop_and_trainer_agree_and_curvature_saves_steps(load: Load) -> None:
 # --- many machines --------------------------------------------------------------------------------
 
 
-def run_as_machine(script: str, *arguments: str) -> None:
-    """Run a script in the environment that torchrun creates on one of two machines."""
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": os.environ["RANK"]}
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    sys.argv = [script, *arguments]
+def run_script(name: str, *arguments: str) -> None:
+    sys.argv = [name, *arguments]
     sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module(script).main()
+    importlib.import_module(name).main()
+
+
+def run_as_machine(port: int, *words: str) -> None:
+    """Run a script as torchrun does on one of two machines, in a fork instead of an interpreter."""
+    multiprocessing.current_process().daemon = False  # which may not have children
+    config = LaunchConfig(
+        2, 2, 1, rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}", start_method="fork",
+        rdzv_configs={"rank": int(os.environ["RANK"])}, run_id="none",
+    )  # fmt: skip
+    elastic_launch(config, run_script)(*words)
 
 
 @pytest.mark.slow
@@ -123,7 +133,10 @@ def run_as_machine(script: str, *arguments: str) -> None:
 def test_one_process_and_two_machines_reach_the_same_loss(tmp_path: Path, load: Load) -> None:
     out = tmp_path / "new" / "table.json"
     words = ["--steps", "30", "--out", str(out), "--strategy", "ddp", "ddp_topk"]
-    launch(run_as_machine, "many_machines", *words)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    launch(run_as_machine, port, "many_machines", *words)
     alone = load("many_machines").train("ddp", 30, 1, 1)
 
     table = json.loads(out.read_text())
