@@ -44,6 +44,7 @@ def pytest_collectstart() -> None:
 @functools.cache
 def _prepare() -> None:
     """Import torch and Lightning, and adapt old versions, before the first test module does."""
+    gc.disable()  # it would visit the imported modules again and again
     import hypothesis
     import lightning.pytorch  # sets its logger's level, which is changed below
     import torch.distributed.fsdp
@@ -122,6 +123,7 @@ def _slow_files_first(items: list[pytest.Item], workers: int) -> list[pytest.Ite
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
     from lightning.pytorch import Trainer
 
     if session.config.getoption("quick"):

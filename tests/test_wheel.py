@@ -33,6 +33,8 @@ trainer = L.Trainer(
     accelerator="cpu", max_steps=3, limit_val_batches=0, callbacks=[clipping], **quiet
 )
 trainer.fit(BoringModel())
+from lightning_opt.cli import main
+assert main(["presets"]) == 0
 print(lo.__version__, clipping.report().rows[0]["steps"])
 """
 
@@ -98,6 +100,7 @@ def test_wheel_contains_exactly_the_package(wheel):
 
 
 def test_installed_package_trains_and_runs_its_command(python, tmp_path):
-    assert run(python, "-c", USE, cwd=tmp_path).splitlines()[-1] == f"{lo.__version__} 3"
-    printed = run(python.with_name("lightning-opt"), "presets", cwd=tmp_path)
-    assert {"basic", "advanced", "ultra"} <= set(re.findall(r"\w+", printed))
+    *presets, last = run(python, "-c", USE, cwd=tmp_path).splitlines()
+    assert {"basic", "advanced", "ultra"} <= set(re.findall(r"\w+", " ".join(presets)))
+    assert last == f"{lo.__version__} 3"
+    assert lo.__version__ in run(python.with_name("lightning-opt"), "--version", cwd=tmp_path)

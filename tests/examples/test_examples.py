@@ -1,23 +1,29 @@
 """Notebooks, the demo and the scripts run, and their data and measures are correct."""
 
-import asyncio
 import importlib
 import json
 import math
+import multiprocessing
+import os
 import re
+import sys
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import nbformat
 import pytest
 import torch
+from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.manager import AsyncKernelManager
 
 from examples import byte_gpt
 from examples.byte_gpt import ByteGPT, SourceBatches, read_sources
 from tests.examples.conftest import EXAMPLES, Load
+from tests.helpers.fork_server import share_fork_server, use_fork_server
 
 SHORTER = {
     "02_stabilise_training.ipynb": {
@@ -33,9 +39,12 @@ SHORTER = {
     "04_slow_networks.ipynb": {"STEPS = 60": "STEPS = 44"},
     "05_let_the_tuner_decide.ipynb": {
         '["fused", "one_thread"]': '["fused"]',
+        '"checkpointing",': "",
+        "batch_size=32": "batch_size=16",
         'budget="15s"': "budget=1",
         'budget="2m"': 'budget="1h"',
     },
+    "06_curvature.ipynb": {"[3.0, 1.0, 0.3]": "[1.0]", "[0.3, 0.1, 0.03]": "[0.1]"},
 }
 """Replacements in the source of notebooks that make them run faster."""
 
@@ -49,16 +58,38 @@ TABLES = {"01_fit_into_half_the_memory.ipynb", "05_let_the_tuner_decide.ipynb"}
 """Notebooks that show a table; the others draw a picture."""
 
 
+class ForkedKernel(AsyncKernelManager):
+    """Connects to a kernel in a fork of a process that has imported torch and Lightning."""
+
+    has_kernel = True
+
+
+def serve(connection_file: str, environment: dict[str, str], server: dict[str, Any]) -> None:
+    """Run a kernel in this process; the fork server also starts the processes of notebooks."""
+    use_fork_server(server)
+    os.environ |= environment
+    os.chdir(EXAMPLES)
+    sys.path.insert(0, str(EXAMPLES))
+    # A package that torchmetrics imports, if installed, needs another for its progress bar.
+    warnings.filterwarnings("ignore", "IProgress not found")
+    parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # the kernel ends with it
+    IPKernelApp.launch_instance(["-f", connection_file, "--quiet", parent])
+
+
 @pytest.fixture(scope="module")
 def kernel(environment: dict[str, str]) -> Iterator[AsyncKernelManager]:
-    """A kernel that has imported torch and Lightning, for one notebook after the other."""
+    """One kernel for all notebooks."""
     importlib.import_module("matplotlib.font_manager")  # its cache is made once, with a warning
-    manager = AsyncKernelManager(kernel_name="python3")
-    # A package that torchmetrics imports, if installed, needs another for its progress bar.
-    variables = environment | {"PYTHONWARNINGS": "ignore:IProgress not found"}
-    asyncio.run(manager.start_kernel(env=variables, cwd=str(EXAMPLES)))
+    manager = ForkedKernel(owns_kernel=False)
+    manager.write_connection_file()
+    arguments = manager.connection_file, environment, share_fork_server()
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=serve, args=arguments)
+    process.start()
     yield manager
-    asyncio.run(manager.shutdown_kernel(now=True))
+    process.kill()
+    process.join()
+    manager.cleanup_connection_file()
 
 
 @pytest.mark.slow

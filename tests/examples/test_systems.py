@@ -1,16 +1,19 @@
 """The example systems: original and optimised runs agree, and the optimisations are active."""
 
+import importlib
 import json
 import math
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from tests.examples.conftest import EXAMPLES, Load
+from tests.helpers.processes import launch
 
 # The GPT defines validation, which only the demo uses.
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
@@ -109,42 +112,33 @@ def test_loop_and_trainer_agree_and_curvature_saves_steps(load: Load) -> None:
 # --- many machines --------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+def run_script(name: str, *arguments: str) -> None:
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, str(EXAMPLES))
+    importlib.import_module(name).main()
+
+
+def run_as_machine(port: int, *words: str) -> None:
+    """Run a script as torchrun does on one of two machines, in a fork instead of an interpreter."""
+    multiprocessing.current_process().daemon = False  # which may not have children
+    config = LaunchConfig(
+        2, 2, 1, rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}", start_method="fork",
+        rdzv_configs={"rank": int(os.environ["RANK"])}, run_id="none",
+    )  # fmt: skip
+    elastic_launch(config, run_script)(*words)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_one_process_and_two_machines_reach_the_same_loss(
-    tmp_path: Path, environment: dict[str, str], load: Load
-) -> None:
+def test_one_process_and_two_machines_reach_the_same_loss(tmp_path: Path, load: Load) -> None:
     out = tmp_path / "new" / "table.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    torchrun += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
-    torchrun += ["--master-port", str(free_port())]
-    script = [str(EXAMPLES / "many_machines.py"), "--steps", "30", "--out", str(out)]
-    machines = [
-        subprocess.Popen(
-            [*torchrun, "--node-rank", str(rank), *script, "--strategy", "ddp", "ddp_topk"],
-            env=environment,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        alone = load("many_machines").train("ddp", 30, 1, 1)
-        output = [machine.communicate(timeout=500)[0] for machine in machines]
-    finally:
-        for machine in machines:
-            machine.terminate()  # torchrun then ends its workers
-            machine.wait()
+    words = ["--steps", "30", "--out", str(out), "--strategy", "ddp", "ddp_topk"]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    launch(run_as_machine, port, "many_machines", *words)
+    alone = load("many_machines").train("ddp", 30, 1, 1)
 
-    assert [machine.returncode for machine in machines] == [0, 0], output
     table = json.loads(out.read_text())
     assert "machines: 2, processes on each: 1" in table["title"]
     assert len(set(table["processes"])) == 2

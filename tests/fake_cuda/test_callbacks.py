@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_opt.batching import comparison
 from lightning_opt.core.measure import reading
 from lightning_opt.core.modules import state_kinds
+from lightning_opt.profiling.run_report import page
 from tests.helpers.fake_cuda import fit_on_fake_cuda
 from tests.helpers.syncs import SyncCounter
 from tests.test_contracts import build, each_case
@@ -31,6 +32,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _working_directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(page, "find_spec", lambda _: None)  # draws no pictures
     if "Curvature" in request.node.name and not torch.backends.cuda.is_built():
         pytest.skip("torch's CPU build records no graph of CUDA tensors: `make cuda-dry` runs this")
 

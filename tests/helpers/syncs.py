@@ -4,11 +4,11 @@ On a CPU nothing waits, but the same operations run, so they can be counted with
 """
 
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -63,15 +63,10 @@ class SyncCounter:
         self.where.clear()
 
     def note(self, operation: str) -> None:
-        frame = next(
-            (
-                frame
-                for frame in reversed(traceback.extract_stack(sys._getframe(1)))
-                if not frame.filename.startswith((TORCH, HELPERS))
-            ),
-            None,
-        )
-        place = f"{frame.filename}:{frame.lineno}" if frame else "?"
+        frame: FrameType | None = sys._getframe(1)
+        while frame and frame.f_code.co_filename.startswith((TORCH, HELPERS)):
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
         self.where[f"{operation} {place}"] += 1
 
     def __enter__(self) -> "SyncCounter":

@@ -1,5 +1,6 @@
 """Tensor parallelism and the 2D mesh: the weights of one process, and the memory of each rank."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -141,9 +142,14 @@ def fit_with_each(*kinds: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return results
 
 
+@functools.cache
+def in_one_process() -> Any:
+    return fit("one"), fit_with_each("one")
+
+
 @pytest.mark.parametrize(("kinds", "processes"), [(("tensor", "sequence"), 2), (("2d",), 4)])
 def test_weights_and_memory_agree_with_one_process(kinds: tuple[str, ...], processes: int) -> None:
-    expected, [(_, one)] = fit("one"), fit_with_each("one")
+    expected, [(_, one)] = in_one_process()
     for rank in launch(fit_with_each, *kinds, processes=processes):
         for kind, (weights, found) in zip(kinds, rank, strict=True):
             for name, actual in weights.items():

@@ -201,11 +201,13 @@ def test_only_steps_and_validations_of_the_training_are_sampled(monkeypatch):
 
 
 def test_searches_that_find_nothing_become_rarer(monkeypatch):
-    samples, counted, take_census = itertools.count(), [], leak_detector.take_census
+    samples, counted = itertools.count(), []
     monkeypatch.setattr(leak_detector, "FIRST_PAUSE", 12)
     monkeypatch.setattr(leak_detector, "read_counters", lambda _: {"heap": 1e5 * next(samples)})
     monkeypatch.setattr(
-        leak_detector, "take_census", lambda *args: counted.append(args[0]) or take_census(*args)
+        leak_detector,
+        "take_census",
+        lambda step, epoch, _: counted.append(step) or leak_detector.Census(step, epoch, {}, 0),
     )
     train(SmallNet(), lo.LeakDetector(warmup_steps=0, every_n_steps=1), max_epochs=12)
     ends, starts = counted[3::4], counted[4::4]
