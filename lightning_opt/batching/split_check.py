@@ -81,6 +81,8 @@ class SplitCheck:
         is_sharded = not isinstance(trainer.strategy, STRATEGIES)
         if self._batches not in CHECKED_BATCHES or (is_sharded and not self._runs_parts):
             return
+        if getattr(trainer.strategy.model, "static_graph", False):
+            return  # DDP would count the gradients of the check
         found = Comparison(trainer, module, self._splitter, batch, batch_idx)
         if is_sharded:
             found.problem = "the parameters are sharded."

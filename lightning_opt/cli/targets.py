@@ -184,7 +184,7 @@ def find_module(place: str) -> ModuleType:
     try:
         name = import_attribute(f"{Path(place).resolve()}:__name__") if is_file else place
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{place}.".startswith(f"{missing}."):
             raise UsageError(

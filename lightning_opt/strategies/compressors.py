@@ -346,7 +346,7 @@ class Selector:
         self.threshold = max(kth * self._margin * trend, TINY)
 
     def at_least(self, flat: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        """Return the ascending int64 indices and the values of magnitudes >= ``threshold``, or NaN."""
+        """Return the ascending int64 indices and values of magnitudes >= ``threshold`` or NaN."""
         found, minimum = [], np.float32(max(threshold, TINY))
         for chunk in chunks_of(flat):
             piece = flat[chunk].numpy()

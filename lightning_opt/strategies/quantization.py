@@ -110,35 +110,27 @@ class Quantizer:
             codes: One row per block, written; see :func:`encode`.
             scales: float32 of shape ``(r, 1)``, written; not finite if the sum is not.
         """
-        rest = flats[-1]
-        functions = self._functions_for(*flats, encoded=len(rest))
-        for chunk in chunks_of(rest, self.block, whole=functions.compiled):
-            rows, numbers = [self._rows(flat[chunk]) for flat in flats], self._row_numbers(chunk)
+        functions = self._functions_for(*flats, encoded=len(flats[-1]))
+        for rows, numbers in self._in_rows(*flats, whole=functions.compiled):
             parts = self._parts(*rows) if functions.compiled else rows
-            scales[numbers] = functions.encode(alpha, codes[numbers], *parts)
-            self._write_back(rows[-1], rest[chunk])
+            scales[numbers].copy_(functions.encode(alpha, codes[numbers], *parts))
         scales.copy_(scales_of(scales, LEVELS[self.bits])[0])
 
     def decode(self, out: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Add the values of codes to ``out``, in place."""
         functions = self._functions_for(out)
-        for chunk in chunks_of(out, self.block):
-            rows, numbers = self._rows(out[chunk]), self._row_numbers(chunk)
-            functions.decode(codes[numbers], scales[numbers], rows)
-            self._write_back(rows, out[chunk])
+        for rows, numbers in self._in_rows(out):
+            functions.decode(codes[numbers], scales[numbers], *rows)
 
-    def _rows(self, flat: Tensor) -> Tensor:
-        """Return a tensor as rows, padded with zeros if need be: then a copy."""
-        missing = -len(flat) % self.block
-        padded = functional.pad(flat, (0, missing)) if missing else flat
-        return padded.view(len(padded) // self.block, self.block)
-
-    def _row_numbers(self, chunk: slice) -> slice:
-        return slice(chunk.start // self.block, -(-chunk.stop // self.block))
-
-    def _write_back(self, rows: Tensor, flat: Tensor) -> None:
-        if len(flat) % self.block:
-            flat.copy_(rows.view(-1)[: len(flat)])
+    def _in_rows(self, *flats: Tensor, whole: bool = False) -> Iterator[tuple[list[Tensor], slice]]:
+        """Yield pieces of all tensors as rows, and the row numbers. The last may be written."""
+        for chunk in chunks_of(flats[-1], self.block, whole=whole):
+            pieces, missing = [flat[chunk] for flat in flats], -chunk.stop % self.block
+            padded = [functional.pad(one, (0, missing)) for one in pieces] if missing else pieces
+            first, end = chunk.start // self.block, -(-chunk.stop // self.block)
+            yield [one.view(end - first, self.block) for one in padded], slice(first, end)
+            if missing:
+                pieces[-1].copy_(padded[-1][: len(pieces[-1])])
 
     def _parts(self, *tensors: Tensor) -> list[Tensor]:
         """Return the rows of all tensors, for 4 bits in halves."""

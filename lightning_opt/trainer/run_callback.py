@@ -50,7 +50,7 @@ class RunCallback(BaseCallback):
         if stage != "fit":
             return
         kind = type(self)
-        if self.only_one and sum(type(other) is kind for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        if self.only_one and sum(isinstance(other, kind) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
                 f"Trainer(callbacks=[...]) has more than one {kind.__name__}, and each would undo "
                 "the other's work. Keep only one."

@@ -390,10 +390,11 @@ def _check_strategy(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         reason = f"{type(trainer.strategy).__name__} and manual optimisation"
     elif not isinstance(trainer.strategy, DDPStrategy):
         reason = type(trainer.strategy).__name__
+    elif trainer.strategy._ddp_kwargs.get("static_graph"):
+        reason = "DDP's static_graph=True"
     else:
         return
     raise ValueError(
         f"Batch sizes cannot be tried out under {reason} with several ranks: ranks wait for each "
-        "other within forward and backward passes, so a rank that runs out of memory would leave "
-        "the others waiting. Find the size with strategy='ddp' or devices=1."
+        "other in a pass, also for one that ran out of memory. Use strategy='ddp' or devices=1."
     )

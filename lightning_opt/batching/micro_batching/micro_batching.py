@@ -135,8 +135,14 @@ class MicroBatching(RunCallback):
                 "gradients itself: set train_micro_batch_size_per_gpu in its config."
             )
         raise_if_dataloader_iter("MicroBatching", pl_module, "to split.")
-        if self.size == "auto" and isinstance(trainer.strategy, ParallelStrategy):
-            _check_strategy(trainer.strategy)
+        strategy = trainer.strategy
+        if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
+            raise ValueError(
+                "MicroBatching does not work with DDP's static_graph=True, which expects one pass "
+                "per step. Remove static_graph=True."
+            )
+        if self.size == "auto" and isinstance(strategy, ParallelStrategy):
+            _check_strategy(strategy)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise for LBFGS."""
@@ -217,8 +223,6 @@ def _check_strategy(strategy: pl.strategies.ParallelStrategy) -> None:
     elif not isinstance(strategy, DDPStrategy):
         name = type(strategy).__name__
         reason = f"{name}, where a rank that runs out of memory leaves the others waiting"
-    elif strategy._ddp_kwargs.get("static_graph"):
-        reason = "DDP's static_graph=True, which expects the same passes at every step"
     if reason:
         raise ValueError(
             f"MicroBatching(size='auto') does not work with {reason}. Give a number, such as "

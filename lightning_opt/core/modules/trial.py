@@ -104,7 +104,17 @@ def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
 
 
 def run_step(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-    """Run ``training_step`` and its backward pass, and wait for the device."""
+    """Run ``training_step`` and its backward pass, and wait for the device.
+
+    Raises:
+        RuntimeError: Under DDP with a static graph, whose first iteration counts all gradients.
+    """
+    if getattr(trainer.strategy.model, "static_graph", False):
+        raise RuntimeError(
+            "No training step can be tried out under DDP's static_graph=True: DDP would take the "
+            "trial for the first iteration, and ranks would drift apart. Remove static_graph=True "
+            "or the callback that tries out steps."
+        )
     with torch.enable_grad():
         loss = loss_of(trainer, module, batch, batch_idx)
         if module.automatic_optimization and loss is not None:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_side_effects
-from tests.helpers.models import AdversarialNet, assert_same_weights
+from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights, weights_of
+from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
@@ -182,3 +184,19 @@ def test_optimizers_of_torch_do_not_step_in_trials() -> None:
     steps: list[int] = []
     quiet_trainer(callbacks=[Trying()], max_steps=1, limit_val_batches=0).fit(Raw())
     assert steps
+
+
+def train_static_graphs() -> None:
+    def weights(*callbacks: Any) -> dict[str, Tensor]:
+        strategy = DDPStrategy(static_graph=True, process_group_backend="gloo")
+        trainer = quiet_trainer(callbacks=[*callbacks], devices=2, strategy=strategy, max_steps=4)
+        trainer.fit(model := SmallNet())
+        return weights_of(model)
+
+    expected = weights()
+    for callback in (lo.Accumulation(), lo.DataPipelineTuner(max_workers=0, verbose=False)):
+        assert_same_weights(weights(callback), expected)
+
+
+def test_trials_leave_the_first_iteration_of_a_static_graph_to_ddp():
+    launch(train_static_graphs)
