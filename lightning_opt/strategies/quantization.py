@@ -68,22 +68,22 @@ def encode(alpha: Tensor, codes: Tensor, *parts: Tensor) -> Tensor:
     return largest
 
 
-def decode(codes: Tensor, scales: Tensor, rows: Tensor) -> None:
-    """Add the values of codes to ``rows``, in place."""
+def decode(codes: Tensor, scales: Tensor, *parts: Tensor) -> None:
+    """Add the values of codes to rows, or to their halves, in place."""
+    values = [codes.float()]
     if codes.dtype is torch.uint8:
-        halves = torch.stack([codes & 15, codes >> 4], dim=1).float().sub_(8)
-        values = halves.mul_(scales.unsqueeze(2)).view(rows.shape)
-    else:
-        values = codes.float().mul_(scales)
-    # Not `addcmul_`: whether it rounds the product depends on the CPU.
-    rows.add_(values)
+        values = [(codes & 15).float().sub_(8), (codes >> 4).float().sub_(8)]
+        values = values if len(parts) == 2 else [torch.cat(values, dim=1)]
+    for part, value in zip(parts, values, strict=True):
+        # Not `addcmul_`: whether it rounds the product depends on the CPU.
+        part.add_(value.mul_(scales))
 
 
 class Functions(NamedTuple):
     encode: Callable[..., Tensor]
     decode: Callable[..., None]
     compiled: bool = False
-    """Whether `encode` takes rows of 4 bits in halves, and one call all rows: both are slower for
+    """Whether rows of 4 bits are passed in halves, and all rows in one call: both are slower for
     operations of torch."""
 
 
@@ -111,24 +111,24 @@ class Quantizer:
             scales: float32 of shape ``(r, 1)``, written; not finite if the sum is not.
         """
         functions = self._functions_for(*flats, encoded=len(flats[-1]))
-        for rows, numbers in self._in_rows(*flats, whole=functions.compiled):
-            parts = self._parts(*rows) if functions.compiled else rows
+        for parts, numbers in self._in_rows(functions.compiled, *flats):
             scales[numbers].copy_(functions.encode(alpha, codes[numbers], *parts))
         scales.copy_(scales_of(scales, LEVELS[self.bits])[0])
 
     def decode(self, out: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Add the values of codes to ``out``, in place."""
         functions = self._functions_for(out)
-        for rows, numbers in self._in_rows(out):
-            functions.decode(codes[numbers], scales[numbers], *rows)
+        for parts, numbers in self._in_rows(functions.compiled, out):
+            functions.decode(codes[numbers], scales[numbers], *parts)
 
-    def _in_rows(self, *flats: Tensor, whole: bool = False) -> Iterator[tuple[list[Tensor], slice]]:
-        """Yield pieces of all tensors as rows, and the row numbers. The last may be written."""
-        for chunk in chunks_of(flats[-1], self.block, whole=whole):
+    def _in_rows(self, compiled: bool, *flats: Tensor) -> Iterator[tuple[list[Tensor], slice]]:
+        """Yield arguments of the functions and row numbers. The last tensor may be written."""
+        for chunk in chunks_of(flats[-1], self.block, whole=compiled):
             pieces, missing = [flat[chunk] for flat in flats], -chunk.stop % self.block
             padded = [functional.pad(one, (0, missing)) for one in pieces] if missing else pieces
             first, end = chunk.start // self.block, -(-chunk.stop // self.block)
-            yield [one.view(end - first, self.block) for one in padded], slice(first, end)
+            rows = [one.view(end - first, self.block) for one in padded]
+            yield (self._parts(*rows) if compiled else rows), slice(first, end)
             if missing:
                 pieces[-1].copy_(padded[-1][: len(pieces[-1])])
 
@@ -174,7 +174,7 @@ class Quantizer:
         parts = self._parts(values, values.flip(0), values.clone())
         codes = torch.zeros(parts[0].shape, dtype=torch.int8 if self.bits == 8 else torch.uint8)
         yield torch.tensor(1 / 3), codes, *parts
-        yield codes, torch.ones(rows, 1), values.clone()
+        yield codes, torch.ones(rows, 1), *self._parts(values.clone())
 
     def _outcome(self, functions: Functions) -> list[Tensor]:
         """Return the results of both functions for the same rows."""
