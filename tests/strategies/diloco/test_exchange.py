@@ -101,9 +101,10 @@ def _non_finite() -> None:
         for bad in ([1], list(range(among.count))):
             own, residual = pseudo_gradient_of(among.index), torch.zeros(5000)
             exchange(own, residual, among, compression)
-            before = residual.clone()
             if among.index in bad:
                 own[3] = torch.nan
+                residual += 100.0
+            before = residual.clone()
             mean, finite, _ = exchange(own, residual, among, compression)
             assert finite == (among.index not in bad)
             if not finite:
