@@ -45,7 +45,7 @@ MODULE = "benchmarks.strategies.compression"
 
 NETWORKS: dict[str, tuple[str, str] | None] = {
     "1 Gbit/s": ("1gbit", "256kb"),
-    "100 Mbit/s": ("100mbit", "64kb"),
+    "100 Mbit/s": ("100mbit", "256kb"),
     "no limit": None,
 }
 """Rate and burst for `tc tbf`."""

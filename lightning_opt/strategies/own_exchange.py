@@ -8,11 +8,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.nn import functional
 
 from lightning_opt.core.modules.sharding import CustomExchange, flat_parameter_groups, is_dtensor
 from lightning_opt.trainer.lightning import BaseDDPStrategy
@@ -22,33 +20,37 @@ if TYPE_CHECKING:
 
 FutureType = TypeVar("FutureType")
 
-PIECE_BYTES = 2**18
-"""Bytes per message. gloo sends a larger message in one direction at a time."""
+TAG = 23_063
+"""Tag of the messages, which those of a user are unlikely to have."""
 
 
-def all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send row ``i`` to process ``i``, and return the rows that the processes sent to this one."""
-    works, received = start_all_to_all(rows, group)
-    for work in works:
-        work.wait()
-    return received()
+def all_to_all(rows: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Send row ``i`` to process ``i``, and write the row of process ``i`` to ``out[i]``."""
+    if rows.device.type == "cpu":
+        start_all_to_all(rows, out, group)()
+    else:
+        dist.all_to_all_single(out, rows, group=group)
 
 
 def start_all_to_all(
-    rows: Tensor, group: dist.ProcessGroup | None = None
-) -> tuple[list[dist.Work], Callable[[], Tensor]]:
-    """Start :func:`all_to_all`; return its works, and a function to call after they are done."""
-    count, row = rows.shape
-    pieces = max(1, row // PIECE_BYTES) if rows.device.type == "cpu" else 1
-    size = -(-row // (8 * pieces)) * 8  # aligned, as scales within a message must be
-    padded = functional.pad(rows, (0, pieces * size - row))
-    sent = padded.view(count, pieces, size).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    works = [
-        dist.all_to_all_single(into, piece, group=group, async_op=True)
-        for into, piece in zip(received, sent, strict=True)
-    ]
-    return works, lambda: received.transpose(0, 1).reshape(count, -1)[:, :row]
+    rows: Tensor, out: Tensor, group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
+    """Start :func:`all_to_all` on a CPU. Return a function that waits for its end."""
+    # gloo's own all-to-all copies rows, and sends in one direction at a time.
+    group = group or dist.group.WORLD
+    own, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    works: list[Any] = []
+    for distance in range(1, len(ranks)):
+        source, target = own - distance, (own + distance) % len(ranks)
+        works.append(dist.irecv(out[source], ranks[source], group, TAG))
+        works.append(dist.isend(rows[target], ranks[target], group, TAG))
+    out[own].copy_(rows[own])
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    return wait
 
 
 class ExchangeThread:

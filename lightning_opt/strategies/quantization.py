@@ -8,27 +8,27 @@ Compiled functions give the same bits.
 from __future__ import annotations
 
 import atexit
+import hashlib
+import inspect
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, reduce
+from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_opt.strategies.packing import chunks_of, scales_of
 
-COMPILE_AFTER = 2**32
-"""Elements that are encoded before a CPU compiles.
-
-Encoding and decoding them takes about as long as compiling.
-"""
+COMPILE_AFTER = 2**24
+"""Elements that are encoded before a CPU compiles: small models need no compiled functions."""
 
 LEVELS = {8: 127, 4: 7}
 """The largest code, by its bits."""
@@ -149,27 +149,41 @@ class Quantizer:
         return self.compiled
 
     def compile(self) -> None:
-        """Compile in another process, and use the functions from then on."""
-        command = [sys.executable, "-m", __name__, str(self.bits), str(self.block)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        none = subprocess.DEVNULL
+        """Compile, unless an earlier process has, and use the functions from then on."""
         with suppress(Exception):  # no compiler, torch before 2.6
-            with tempfile.TemporaryDirectory() as folder:
-                with subprocess.Popen(
-                    [*command, folder], env=environment, stdout=none, stderr=none
-                ) as child:
-                    atexit.register(child.kill)
-                    try:
-                        os.setpriority(os.PRIO_PROCESS, child.pid, 10)  # training goes first
-                        child.wait()
-                    finally:
-                        child.kill()  # has no effect after its end
-                        atexit.unregister(child.kill)
-                load = torch._inductor.aoti_load_package
-                both = load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2")
-                compiled = Functions(*both, compiled=True)
+            folder = self._folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / "lock"):  # ranks on one machine compile once
+                if not (folder / "decode.pt2").exists():
+                    self._compile_into(folder)
+            load = torch._inductor.aoti_load_package
+            both = load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2")
+            compiled = Functions(*both, compiled=True)
             if all(map(torch.equal, self._outcome(compiled), self._outcome(self.eager))):
                 self.compiled = compiled
+
+    def _folder(self) -> Path:
+        """Return where compiled functions are kept: in the folder of ``torch.compile``'s cache."""
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        sources = [inspect.getsource(one) for one in (encode, decode, scales_of, Quantizer, main)]
+        machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
+        key = repr([self.bits, self.block, machine, sources]).encode()
+        parent = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+        return Path(parent, f"lightning_opt-{hashlib.sha256(key).hexdigest()[:16]}")
+
+    def _compile_into(self, folder: Path) -> None:
+        command = [sys.executable, "-m", __name__, str(self.bits), str(self.block), str(folder)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        none = subprocess.DEVNULL
+        with subprocess.Popen(command, env=environment, stdout=none, stderr=none) as child:
+            atexit.register(child.kill)
+            try:
+                os.setpriority(os.PRIO_PROCESS, child.pid, 10)  # training goes first
+                child.wait()
+            finally:
+                child.kill()  # has no effect after its end
+                atexit.unregister(child.kill)
 
     def examples(self, rows: int) -> Iterator[tuple[Tensor, ...]]:
         """Yield arguments of :func:`encode`, then of :func:`decode` for the same codes."""
@@ -206,11 +220,12 @@ def main(bits: int, block: int, folder: str) -> None:
         exported = torch.export.export(
             module, tensors, dynamic_shapes=shapes.dynamic_shapes(module, tensors)
         )
-        torch._inductor.aoti_compile_and_package(
+        part = torch._inductor.aoti_compile_and_package(
             exported,
-            package_path=f"{folder}/{name}.pt2",
+            package_path=f"{folder}/part.pt2",
             inductor_configs={"cpp.dynamic_threads": True},
         )
+        Path(part).replace(f"{folder}/{name}.pt2")
 
 
 if __name__ == "__main__":

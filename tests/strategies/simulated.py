@@ -1,6 +1,6 @@
 """Simulated ranks, buckets and CUDA events, in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_opt.strategies import own_exchange
 from lightning_opt.strategies.compression import exchange
 
 
@@ -53,6 +54,10 @@ def simulate_ranks(
         out.copy_(own[:1].expand_as(out))  # every rank's message for the first shard
         return Done(out, device)
 
+    def start_all_to_all(rows: Tensor, out: Tensor, *_: Any) -> Callable[[], None]:
+        all_to_all_single(out, rows)
+        return lambda: None
+
     def all_reduce(own: Tensor, *_: Any, **__: Any) -> Done:
         launched.append("all_reduce")
         own.mul_(world)
@@ -68,6 +73,8 @@ def simulate_ranks(
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(exchange, "all_gather", all_gather)
+    for module in (exchange, own_exchange):
+        monkeypatch.setattr(module, "start_all_to_all", start_all_to_all)
     return launched
 
 

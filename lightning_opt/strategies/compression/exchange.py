@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
@@ -134,10 +136,18 @@ class GatherExchange(Exchange):
         compressor: Compresses the bucket.
         residual: See :class:`Exchange`.
         bound: The threshold that an earlier codec has learned.
+        thread: Receives messages on a CPU.
     """
 
-    def __init__(self, compressor: Compressor, residual: Residual, bound: float | None) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        residual: Residual,
+        bound: float | None,
+        thread: ExchangeThread,
+    ) -> None:
         super().__init__(residual)
+        self._thread = thread
         committed = residual.committed
         self._codec = compressor.codec(len(committed), committed.device)
         self._codec.bound = bound
@@ -150,28 +160,21 @@ class GatherExchange(Exchange):
         write_flag(codec.message, finite.logical_not())
         self.skipped.zero_()
 
-        def finish(future: Future[list[Tensor]]) -> Tensor:
-            future.value()  # raises its error, such as a lost rank
+        def finish(arrived: Callable[[], object]) -> Tensor:
+            arrived()  # raises an error, such as that of a lost rank
             self.skipped.logical_or_(any_flag(gathered))
             zero_or_nan(gradient, self.skipped)
             for message in gathered:  # in rank order: bit-identical on all ranks
                 codec.decompress_add(message, gradient, scale / self._world)
             return gradient
 
-        future: Future[Tensor]
-        if not reads_are_free(gradient.device):
+        future: Future[Tensor] = Future()
+        if reads_are_free(gradient.device):
+            wait = start_all_to_all(codec.message.expand(self._world, -1), gathered)
+            self._thread.submit(partial(finish, wait), future)
+        else:
             work = all_gather(gathered.view(-1), codec.message, async_op=True)
-            future = work.get_future().then(finish)
-            return future
-        works, received = start_all_to_all(codec.message.expand(self._world, -1))
-
-        def finish_pieces(pieces: Future[list[Future[list[Tensor]]]]) -> Tensor:
-            for piece in pieces.value()[:-1]:
-                piece.value()
-            gathered.copy_(received())
-            return finish(pieces.value()[-1])
-
-        future = collect_all([work.get_future() for work in works]).then(finish_pieces)
+            future = work.get_future().then(lambda all_arrived: finish(all_arrived.value))
         return future
 
     @property
@@ -237,7 +240,7 @@ class TwoStageExchange(Exchange):
             return future
 
         def run() -> Tensor:
-            self._received.copy_(all_to_all(self._sent, self._group))
+            all_to_all(self._sent, self._received, self._group)
             return self._finish(gradient, scale)
 
         future = Future()
@@ -256,8 +259,7 @@ class TwoStageExchange(Exchange):
         codec.message = self._mean_message
         codec.compress(self._mean_residual.committed, mean, mean, mean.new_ones(()))
         if reads_are_free(gradient.device):
-            rows = codec.message.expand(self._world, -1)
-            self._gathered.copy_(all_to_all(rows, self._group))
+            all_to_all(codec.message.expand(self._world, -1), self._gathered, self._group)
         else:
             all_gather(self._gathered.view(-1), codec.message, group=self._group)
         for shard, message in zip(self._shards, self._gathered, strict=True):

@@ -208,7 +208,7 @@ class CompressedReduction:
                 bucket.exchange = TwoStageExchange(compressor, bucket, group, self._thread)
             elif compressor is not None:
                 bound = self._bounds.get(next(iter(parameters)))
-                bucket.exchange = GatherExchange(compressor, bucket, bound)
+                bucket.exchange = GatherExchange(compressor, bucket, bound, self._thread)
         # DDP discards the reduced gradient of a parameter that no rank used, and the bucket holds
         # its gradient of an earlier step.
         unused = [name for name, parameter in parameters.items() if parameter not in self._touched]

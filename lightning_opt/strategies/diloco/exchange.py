@@ -164,7 +164,8 @@ def _average_compressed(
                 else:
                     codec.compress(shard, new, shard, residual.new_ones(()))
                     write_flag(codec.message, False)
-        received = all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
+        all_to_all(sent.to(gathered.device), gathered, replicas.leaders)
+        received = gathered.to(residual.device)
         messages = [message for message in received if not any_flag(message)]
         num_finite = len(messages) + finite
         share = 1.0 / max(num_finite, 1)
@@ -179,7 +180,7 @@ def _average_compressed(
             # The unsent rest of the mean.
             own_shard.add_(total, alpha=count)
         write_flag(own, not num_finite)
-        gathered.copy_(all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
+        all_to_all(own.to(gathered.device).expand(count, -1), gathered, replicas.leaders)
         sent_bytes = 2 * (count - 1) * row
     if replicas.local_group is not None:
         dist.broadcast(gathered, group=replicas.local_group, group_src=0)

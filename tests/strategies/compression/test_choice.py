@@ -68,7 +68,7 @@ class SlowLink:
         self._seconds_per_byte = seconds_per_byte
         patch.setattr(choice, "time", SimpleNamespace(perf_counter=self._step_end))
         patch.setattr(dist, "all_reduce", self._slowed(dist.all_reduce, 0))
-        patch.setattr(dist, "all_to_all_single", self._slowed(dist.all_to_all_single, 1))
+        patch.setattr(dist, "isend", self._slowed(dist.isend, 0))
         patch.setattr(exchange, "all_gather", self._slowed(exchange.all_gather, 1))
 
     def _step_end(self) -> float:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.strategies import own_exchange
 from lightning_opt.strategies.compressors import QuantizedCodec
 from lightning_opt.strategies.diloco.exchange import (
     CODECS,
@@ -123,28 +122,22 @@ def _non_finite() -> None:
                 assert float((mean - torch.stack(good).mean(0)).abs().max()) < scale * largest
 
 
-def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large message travels in pieces, so that both directions of a link are used.
-
-    A replica encodes the shards of the others and the mean of its own, but nothing for itself.
-    """
-    among, outcomes, send = replicas(), [], Mock(wraps=dist.all_to_all_single)
-    monkeypatch.setattr(dist, "all_to_all_single", send)
+def _no_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica encodes the shards of the others and the mean of its own; nothing for itself."""
+    among, send = replicas(), Mock(wraps=dist.isend)
+    monkeypatch.setattr(dist, "isend", send)
     encode = create_autospec(QuantizedCodec.compress, side_effect=QuantizedCodec.compress)
     monkeypatch.setattr(QuantizedCodec, "compress", encode)
-    for piece in (10**9, 1000):
-        monkeypatch.setattr(own_exchange, "PIECE_BYTES", piece)
-        residual = torch.zeros(5000)
-        mean, _, _ = exchange(pseudo_gradient_of(among.index), residual, among, "int8")
-        outcomes.append([mean, residual])
-    assert all(map(torch.equal, *outcomes))
-    assert send.call_count > 2 + 2  # two whole messages, and more pieces
-    assert encode.call_count == 2 * among.count
+    own = pseudo_gradient_of(among.index)
+    _, _, sent_bytes = exchange(own, torch.zeros(5000), among, "int8")
+    assert sent_bytes == sum(call.args[0].nbytes for call in send.mock_calls)
+    assert len(send.mock_calls) == 2 * (among.count - 1)
+    assert encode.call_count == among.count
 
 
 def _all() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _in_pieces(monkeypatch)
+        _no_more_than_needed(monkeypatch)
     _repeated()
     _non_finite()
 
