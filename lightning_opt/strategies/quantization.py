@@ -2,7 +2,7 @@
 
 Another process compiles, because ``torch.compile`` restores torch's random state when it ends: in a
 thread of this process, training would repeat the random numbers that it has drawn meanwhile.
-Compiled functions give the same bits.
+Compiled functions give the same bits. They are kept for later runs.
 """
 
 from __future__ import annotations
@@ -207,6 +207,7 @@ quantizer = cache(Quantizer)
 
 def main(bits: int, block: int, folder: str) -> None:
     """Compile both functions for any number of rows, and write them to a folder."""
+    torch._inductor.cpp_builder.get_cpp_compiler()  # raises now if there is none
     torch.set_num_threads(16)  # for one thread, no parallel loop is written
     quantizer = Quantizer(bits, block)
     examples = quantizer.examples(2**20 // block)
