@@ -34,7 +34,7 @@ def all_to_all(rows: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> No
 
 def start_all_to_all(
     rows: Tensor, out: Tensor, group: dist.ProcessGroup | None = None
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Start :func:`all_to_all` on a CPU. Return a function that waits for its end."""
     # gloo's own all-to-all copies rows, and sends in one direction at a time.
     group = group or dist.group.WORLD
@@ -45,12 +45,7 @@ def start_all_to_all(
         works.append(dist.irecv(out[source], ranks[source], group, TAG))
         works.append(dist.isend(rows[target], ranks[target], group, TAG))
     out[own].copy_(rows[own])
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-
-    return wait
+    return lambda: [work.wait() for work in works]
 
 
 class ExchangeThread:

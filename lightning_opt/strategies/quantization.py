@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import cache, reduce
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
 
 import torch
 from filelock import FileLock
@@ -71,23 +70,13 @@ def encode(alpha: Tensor, codes: Tensor, *parts: Tensor) -> Tensor:
     return largest
 
 
-def decode(codes: Tensor, scales: Tensor, *parts: Tensor) -> None:
-    """Add the values of codes to rows, or to their halves, in place."""
-    values = [codes.float()]
+def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Add the values of codes to rows, in place."""
     if codes.dtype is torch.uint8:
-        values = [(codes & 15).float().sub_(8), (codes >> 4).float().sub_(8)]
-        values = values if len(parts) == 2 else [torch.cat(values, dim=1)]
-    for part, value in zip(parts, values, strict=True):
-        # Not `addcmul_`: whether it rounds the product depends on the CPU.
-        part.add_(value.mul_(scales))
-
-
-class Functions(NamedTuple):
-    encode: Callable[..., Tensor]
-    decode: Callable[..., None]
-    compiled: bool = False
-    """Whether rows of 4 bits are passed in halves, and all rows in one call: both are slower for
-    operations of torch."""
+        codes = torch.cat([codes & 15, codes >> 4], dim=1).view(torch.int8).sub_(8)
+    values = codes.float()
+    # Not `addcmul_`: whether it rounds the product depends on the CPU.
+    out.add_(values.mul_(scales))
 
 
 class Quantizer:
@@ -100,8 +89,7 @@ class Quantizer:
 
     def __init__(self, bits: int, block: int) -> None:
         self.bits, self.block = bits, block
-        self.eager = Functions(encode, decode)
-        self.compiled = self.eager
+        self.compiled: Callable[..., Tensor] | None = None
         self._until_compilation = COMPILE_AFTER
 
     def encode(self, flats: Sequence[Tensor], alpha: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -113,25 +101,27 @@ class Quantizer:
             codes: One row per block, written; see :func:`encode`.
             scales: float32 of shape ``(r, 1)``, written; not finite if the sum is not.
         """
-        functions = self._functions_for(*flats, encoded=len(flats[-1]))
-        for parts, numbers in self._in_rows(functions.compiled, *flats):
-            scales[numbers].copy_(functions.encode(alpha, codes[numbers], *parts))
+        compiled = self._compiled_for(flats)
+        for rows, numbers in self._in_rows(flats, whole=compiled is not None):
+            # Halves, and all rows in one call, are slower for operations of torch.
+            parts = rows if compiled is None else self._parts(*rows)
+            scales[numbers].copy_((compiled or encode)(alpha, codes[numbers], *parts))
         scales.copy_(scales_of(scales, LEVELS[self.bits])[0])
 
     def decode(self, out: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Add the values of codes to ``out``, in place."""
-        functions = self._functions_for(out)
-        for parts, numbers in self._in_rows(functions.compiled, out):
-            functions.decode(codes[numbers], scales[numbers], *parts)
+        for (rows,), numbers in self._in_rows([out]):
+            decode(codes[numbers], scales[numbers], rows)
 
-    def _in_rows(self, compiled: bool, *flats: Tensor) -> Iterator[tuple[list[Tensor], slice]]:
-        """Yield arguments of the functions and row numbers. The last tensor may be written."""
-        for chunk in chunks_of(flats[-1], self.block, whole=compiled):
+    def _in_rows(
+        self, flats: Sequence[Tensor], *, whole: bool = False
+    ) -> Iterator[tuple[list[Tensor], slice]]:
+        """Yield the rows of each tensor, and their numbers. The last tensor may be written."""
+        for chunk in chunks_of(flats[-1], self.block, whole=whole):
             pieces, missing = [flat[chunk] for flat in flats], -chunk.stop % self.block
             padded = [functional.pad(one, (0, missing)) for one in pieces] if missing else pieces
             first, end = chunk.start // self.block, -(-chunk.stop // self.block)
-            rows = [one.view(end - first, self.block) for one in padded]
-            yield (self._parts(*rows) if compiled else rows), slice(first, end)
+            yield [one.view(end - first, self.block) for one in padded], slice(first, end)
             if missing:
                 pieces[-1].copy_(padded[-1][: len(pieces[-1])])
 
@@ -139,13 +129,13 @@ class Quantizer:
         """Return the rows of all tensors, for 4 bits in halves."""
         return [part for rows in tensors for part in rows.chunk(8 // self.bits, dim=1)]
 
-    def _functions_for(self, *flats: Tensor, encoded: int = 0) -> Functions:
-        """Return the functions for these tensors. The number of ``encoded`` elements is counted."""
+    def _compiled_for(self, flats: Sequence[Tensor]) -> Callable[..., Tensor] | None:
+        """Return the compiled function if it takes these tensors. Their elements are counted."""
         if any(flat.dtype is not torch.float32 or flat.device.type != "cpu" for flat in flats):
-            return self.eager
-        if 0 < self._until_compilation <= encoded:
+            return None
+        if 0 < self._until_compilation <= len(flats[-1]):
             Thread(target=self.compile, daemon=True).start()
-        self._until_compilation -= encoded
+        self._until_compilation -= len(flats[-1])
         return self.compiled
 
     def compile(self) -> None:
@@ -154,19 +144,21 @@ class Quantizer:
             folder = self._folder()
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / "lock"):  # ranks on one machine compile once
-                if not (folder / "decode.pt2").exists():
+                if not (folder / "encode.pt2").exists():
                     self._compile_into(folder)
-            load = torch._inductor.aoti_load_package
-            both = load(f"{folder}/encode.pt2"), load(f"{folder}/decode.pt2")
-            compiled = Functions(*both, compiled=True)
-            if all(map(torch.equal, self._outcome(compiled), self._outcome(self.eager))):
+            compiled = torch._inductor.aoti_load_package(f"{folder}/encode.pt2")
+            outcomes = []
+            for function in (encode, compiled):
+                arguments = self.example(99)
+                outcomes.append([function(*arguments), *arguments])
+            if all(map(torch.equal, *outcomes)):
                 self.compiled = compiled
 
     def _folder(self) -> Path:
         """Return where compiled functions are kept: in the folder of ``torch.compile``'s cache."""
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-        sources = [inspect.getsource(one) for one in (encode, decode, scales_of, Quantizer, main)]
+        sources = [inspect.getsource(one) for one in (encode, scales_of, Quantizer, main)]
         machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
         key = repr([self.bits, self.block, machine, sources]).encode()
         parent = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
@@ -185,20 +177,12 @@ class Quantizer:
                 child.kill()  # has no effect after its end
                 atexit.unregister(child.kill)
 
-    def examples(self, rows: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield arguments of :func:`encode`, then of :func:`decode` for the same codes."""
+    def example(self, rows: int) -> tuple[Tensor, ...]:
+        """Return arguments of the compiled :func:`encode`."""
         values = torch.linspace(-2, 3, rows * self.block).pow(9).view(rows, self.block)
         parts = self._parts(values, values.flip(0), values.clone())
         codes = torch.zeros(parts[0].shape, dtype=torch.int8 if self.bits == 8 else torch.uint8)
-        yield torch.tensor(1 / 3), codes, *parts
-        yield codes, torch.ones(rows, 1), *self._parts(values.clone())
-
-    def _outcome(self, functions: Functions) -> list[Tensor]:
-        """Return the results of both functions for the same rows."""
-        to_encode, to_decode = self.examples(99)
-        largest = functions.encode(*to_encode)
-        functions.decode(*to_decode)
-        return [largest, *to_encode, *to_decode]
+        return torch.tensor(1 / 3), codes, *parts
 
 
 quantizer = cache(Quantizer)
@@ -206,27 +190,24 @@ quantizer = cache(Quantizer)
 
 
 def main(bits: int, block: int, folder: str) -> None:
-    """Compile both functions for any number of rows, and write them to a folder."""
+    """Compile :func:`encode` for any number of rows, and write it to a folder."""
     torch._inductor.cpp_builder.get_cpp_compiler()  # raises now if there is none
     torch.set_num_threads(16)  # for one thread, no parallel loop is written
-    quantizer = Quantizer(bits, block)
-    examples = quantizer.examples(2**20 // block)
-    for name, tensors in zip(("encode", "decode"), examples, strict=True):
-        module = nn.Module()  # `export` takes no functions
-        module.forward = getattr(quantizer.eager, name)
-        shapes = torch.export.ShapesCollection()
-        for tensor in tensors:
-            if tensor.ndim:
-                shapes[tensor] = {0: torch.export.Dim("rows")}
-        exported = torch.export.export(
-            module, tensors, dynamic_shapes=shapes.dynamic_shapes(module, tensors)
-        )
-        part = torch._inductor.aoti_compile_and_package(
-            exported,
-            package_path=f"{folder}/part.pt2",
-            inductor_configs={"cpp.dynamic_threads": True},
-        )
-        Path(part).replace(f"{folder}/{name}.pt2")
+    module = nn.Module()  # `export` takes no functions
+    module.forward = encode
+    arguments = Quantizer(bits, block).example(2**20 // block)
+    shapes = torch.export.ShapesCollection()
+    for tensor in arguments[1:]:
+        shapes[tensor] = {0: torch.export.Dim("rows")}
+    exported = torch.export.export(
+        module, arguments, dynamic_shapes=shapes.dynamic_shapes(module, arguments)
+    )
+    part = torch._inductor.aoti_compile_and_package(
+        exported,
+        package_path=f"{folder}/part.pt2",
+        inductor_configs={"cpp.dynamic_threads": True},
+    )
+    Path(part).replace(f"{folder}/encode.pt2")
 
 
 if __name__ == "__main__":

@@ -183,7 +183,10 @@ class ProcessState(NamedTuple):
         os.environ.update(self.environment)
         os.chdir(self.folder)
         multiprocessing.set_start_method(self.start_method, force=True)
-        _shift_allocations()
+        # Shift all later allocations by a random distance. Otherwise all forks use the same
+        # addresses, and their placement in the caches could favour the same configuration at every
+        # start.
+        _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
 
 
 def _redirect_output(path: str, *descriptors: int) -> None:
@@ -193,15 +196,6 @@ def _redirect_output(path: str, *descriptors: int) -> None:
 
 
 _PADDING: list[Any] = []
-
-
-def _shift_allocations() -> None:
-    """Shift all later allocations by a random distance.
-
-    Otherwise all forks use the same addresses, and their placement in the caches could favour the
-    same configuration at every start.
-    """
-    _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
 
 
 def kill_tree(pid: int) -> None:

@@ -25,7 +25,7 @@ from lightning_opt.strategies.compressors import (
     share_of,
 )
 from lightning_opt.strategies.packing import GROUP_SIZE, read_count
-from lightning_opt.strategies.quantization import Quantizer
+from lightning_opt.strategies.quantization import Quantizer, encode
 from tests.helpers.syncs import take_device_path
 
 CPU = torch.device("cpu")
@@ -213,13 +213,14 @@ def test_scaled_gradient_is_added_to_the_residual(compressor, dtype):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_quantization_gives_the_same_bits(monkeypatch):
+def test_compiled_quantization_gives_the_same_bits(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     # Beside other tests, a process of low priority takes ten times as long.
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     compiled, eager = Quantizer(4, 128), Quantizer(4, 128)
     random_state = torch.get_rng_state()
     compiled.compile()
-    assert compiled.compiled is not eager.eager
+    assert compiled.compiled is not None
     assert torch.equal(torch.get_rng_state(), random_state)
     for numel in (0, 1, 128, 300, 2**20 + 4 * 128 + 5):
         flat = torch.randn(numel).mul_(torch.logspace(-44, 20, numel))
@@ -231,6 +232,23 @@ def test_compiled_quantization_gives_the_same_bits(monkeypatch):
             codec.decompress_add(codec.message, total, 1 / 3)
             found.append((codec.message, rest, total))
         assert all(map(torch.equal, *found))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    later_run = Quantizer(4, 128)
+    later_run.compile()
+    assert later_run.compiled is not None
+
+
+def test_kept_function_is_used_only_if_it_gives_the_same_bits(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    folder = Quantizer(4, 34)._folder()
+    folder.mkdir()
+    (folder / "encode.pt2").touch()
+    for function, is_used in ((encode, True), (lambda *tensors: encode(*tensors) + 1, False)):
+        load = {str(folder / "encode.pt2"): function}.get
+        monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
+        quantizer = Quantizer(4, 34)
+        quantizer.compile()
+        assert (quantizer.compiled is function) == is_used
 
 
 def test_codec_compiles_once_after_many_elements(monkeypatch):
@@ -250,11 +268,12 @@ def test_codec_compiles_once_after_many_elements(monkeypatch):
     assert compilations.empty()
 
 
-def test_codec_without_a_compiler_stays_eager(monkeypatch):
+def test_codec_without_a_compiler_stays_eager(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     quantizer = Quantizer(4, 34)
     quantizer.compile()
-    assert quantizer.compiled is quantizer.eager
+    assert quantizer.compiled is None
 
 
 # --- size ---------------------------------------------------------------------------------------
@@ -314,7 +333,7 @@ def test_invalid_arguments_raise(make, word):
         make()
 
 
-def test_compiler_ends_if_its_priority_cannot_be_set(monkeypatch):
+def test_compiler_ends_if_its_priority_cannot_be_set(monkeypatch, tmp_path):
     class Started(subprocess.Popen):
         def __init__(self, *arguments, **settings):
             super().__init__(*arguments, **settings)
@@ -324,9 +343,10 @@ def test_compiler_ends_if_its_priority_cannot_be_set(monkeypatch):
         raise PermissionError
 
     children = []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(subprocess, "Popen", Started)
     monkeypatch.setattr(os, "setpriority", refuse)
     quantizer = Quantizer(4, 34)
     quantizer.compile()
-    assert quantizer.compiled is quantizer.eager
+    assert quantizer.compiled is None
     assert children[0].returncode == -signal.SIGKILL

@@ -257,7 +257,11 @@ class Persistence:
 
     def issues(self) -> list[Issue]:
         """Return one issue per type, at its worst place: critical ones first, then by type."""
-        lasting = [Issue(**track["issue"]) for track in self._tracks.values() if _is_issue(track)]
+        lasting = [
+            Issue(**track["issue"])
+            for track in self._tracks.values()
+            if track["seen"] >= REPORTS_NEEDED.get(track["issue"]["type"], 1)
+        ]
         issues = []
         for kind in ADVICE:
             alike = [issue for issue in lasting if issue.type == kind]
@@ -272,7 +276,3 @@ class Persistence:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._tracks = dict(state_dict)
-
-
-def _is_issue(track: Mapping[str, Any]) -> bool:
-    return bool(track["seen"] >= REPORTS_NEEDED.get(track["issue"]["type"], 1))

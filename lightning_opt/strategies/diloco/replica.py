@@ -139,15 +139,6 @@ def cut_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[Fra
     return [Fragment(group) for group in groups.values()]
 
 
-def due_at(step: int, sync_every: int, fragments: int) -> list[int]:
-    """Return the fragments to send after ``step`` (from 1): each once per ``sync_every`` steps."""
-    return [
-        number
-        for number in range(fragments)
-        if (step - (number + 1) * sync_every // fragments) % sync_every == 0
-    ]
-
-
 def momentum_of(fragments: Sequence[Fragment]) -> dict[str, Tensor]:
     return {
         name: part
@@ -244,10 +235,12 @@ class Replica:
         for number, (due, _) in list(self._in_flight.items()):
             if due == self._step:
                 self._merge(number)
-        for number in due_at(self._step, self._plan.sync_every, len(self._fragments)):
-            self._send(number, self._plan.compression)
-            if self._plan.delay == 0:
-                self._merge(number)
+        every, count = self._plan.sync_every, len(self._fragments)
+        for number in range(count):
+            if (self._step - (number + 1) * every // count) % every == 0:
+                self._send(number, self._plan.compression)
+                if self._plan.delay == 0:
+                    self._merge(number)
         return self._step
 
     @torch.no_grad()
