@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_opt.core.measure import flops
 from lightning_opt.core.measure.flops import operator_flops
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.preserve import isolated_random, preserved
@@ -60,7 +61,7 @@ class FlopCount(TorchDispatchMode):
             return NotImplemented  # DTensor then runs local operations, which are counted instead
         result = func(*args, **kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward or self.counts_forward:
+        if not flops.in_trial and (in_backward or self.counts_forward):
             part = (2 if torch.is_grad_enabled() else 1) if in_backward else 0
             try:
                 self._counts[part] += operator_flops(func, args, kwargs, result)

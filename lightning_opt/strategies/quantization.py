@@ -156,12 +156,11 @@ class Quantizer:
 
     def _folder(self) -> Path:
         """Return where compiled functions are kept: in the folder of ``torch.compile``'s cache."""
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
         sources = [inspect.getsource(one) for one in (encode, scales_of, Quantizer, main)]
         machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
         key = repr([self.bits, self.block, machine, sources]).encode()
-        parent = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+        default = torch._inductor.runtime.cache_dir_utils.default_cache_dir
+        parent = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default()
         return Path(parent, f"lightning_opt-{hashlib.sha256(key).hexdigest()[:16]}")
 
     def _compile_into(self, folder: Path) -> None:

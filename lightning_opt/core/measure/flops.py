@@ -6,6 +6,9 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
+in_trial = False
+"""Whether a step runs that is not part of training, so its operations are not the run's."""
+
 
 def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the floating-point operations of one operator by torch's formulas, or 0.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_opt.core.measure import flops
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
@@ -40,11 +41,12 @@ def without_side_effects(
     """Restore all state that training steps inside the context change.
 
     Random numbers, gradients, buffers, metrics, counters, collected outputs and parameters that
-    ``training_step`` itself writes are restored. Nothing is logged; optimizers and schedulers do
-    not step. Pass the same ``written`` to several trials, so that only the first one detects
-    written parameters.
+    ``training_step`` itself writes are restored. Nothing is logged, and no FLOPs are counted;
+    optimizers and schedulers do not step. Pass the same ``written`` to several trials, so that only
+    the first one detects written parameters.
     """
     with ExitStack() as stack:
+        stack.enter_context(replaced(flops, in_trial=True))
         stack.enter_context((written or WrittenParameters(module)).restored())
         stack.enter_context(isolated_random(module.device))
         stack.enter_context(preserved(module))

@@ -424,6 +424,12 @@ def test_rates_follow_from_counted_flops_and_step_time():
     assert quiet_profiler(flops=False).peak_flops is None
 
 
+def test_flops_are_counted_without_the_check_of_split_batches():
+    profiler, model = quiet_profiler(), SmallNet(widths=(5, 5))
+    fit(profiler, model, lo.MicroBatching(2))
+    assert profiler.measures().flops == lo.count_flops(model.layer, torch.ones(4, 6))
+
+
 def test_tokens_are_counted_by_batch_key():
     class Named(SmallNet):
         def train_dataloader(self) -> Any:
