@@ -18,6 +18,7 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish, recorded_waits
 from lightning_opt.core.measure.timing import time_in_turns
 from lightning_opt.core.numerics.ratios import median_ratio
+from lightning_opt.strategies import quantization
 from lightning_opt.strategies.compressors import QuantizedCodec
 from lightning_opt.strategies.quantization import Quantizer
 
@@ -46,6 +47,7 @@ def main() -> None:
     decode: dict[str, Callable[[], object]] = {}
     smaller: dict[str, float] = {}
     waits: list[str] = []
+    quantization.COMPILE_AFTER = sys.maxsize  # never: compiled codecs have their own rows
     codecs = {name: compressor.codec(numel, device) for name, compressor in COMPRESSORS.items()}
     one = torch.ones((), device=device)
     for bits in (8, 4) if device.type == "cpu" else ():

@@ -48,7 +48,11 @@ NETWORKS: dict[str, tuple[str, str] | None] = {
     "100 Mbit/s": ("100mbit", "256kb"),
     "no limit": None,
 }
-"""Rate and burst for `tc tbf`."""
+"""Rate and burst for `tc tbf`.
+
+A burst holds several of TCP's 64 KB packets, which a network card would cut into frames. With a
+smaller one the CPU cuts them, which alone makes a step of DiLoCo 10% longer.
+"""
 
 INTERFACE = "eth0"
 """Name of a rank's only interface."""
