@@ -1,4 +1,4 @@
-"""Generates the README's table of gains and costs from the committed records."""
+"""Generates two tables from the committed records: gains and costs, strategies on networks."""
 
 import json
 import statistics
@@ -208,3 +208,34 @@ def evidence_table() -> str:
     """Return the README's table."""
     head = "| symptom | feature | gain | cost | measured |\n|---|---|---|---|---|\n"
     return head + "\n".join(f"| {' | '.join(row)} |" for row in evidence_rows())
+
+
+STRATEGIES = {
+    '`"ddp"`': ("compression", "dense"),
+    '`"ddp_int8"`': ("compression", "ddp_int8"),
+    '`"ddp_int4"`': ("compression", "ddp_int4"),
+    '`"ddp_topk"`': ("compression", "ddp_topk 1%"),
+    '`"diloco"`': ("diloco", "diloco, H=16"),
+    "`DiLoCoStrategy(30)`": ("diloco", "diloco, H=30"),
+    '`"diloco_streaming"`': ("diloco", "diloco_streaming, H=30"),
+}
+"""The record and the row of each strategy."""
+
+ALONE = {"compression": "no exchange", "diloco": "no network"}
+"""The row of each record in which processes send nothing."""
+
+
+def strategy_table() -> str:
+    """Return each strategy's step, as a multiple of one without an exchange, on two networks."""
+    head = "| strategy | 1 Gbit/s | 100 Mbit/s | fewer bytes |\n|---|---|---|---|\n"
+    lines = []
+    for strategy, (name, row) in STRATEGIES.items():
+        cells = []
+        for network in ("1 Gbit/s", "100 Mbit/s"):
+            own, alone = (
+                find(name, ranks=2, network=network, strategy=found) for found in (row, ALONE[name])
+            )
+            cells.append(f"{own['step'] / alone['step']:.1f}")
+        cells.append(f"{float(format(own['fewer bytes'], '.2g')):g}")
+        lines.append(f"| {strategy} | {' | '.join(cells)} |")
+    return head + "\n".join(lines)

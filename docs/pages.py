@@ -20,7 +20,7 @@ from lightning_opt import Report
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from evidence import evidence_table
+from evidence import evidence_table, strategy_table
 from references import link_names, mentioned
 
 from benchmarks.records import RESULTS, ROOT, script_of
@@ -350,6 +350,7 @@ def _part(name: str) -> str:
         "api": api_table,
         "benchmarks": benchmark_tables,
         "evidence": evidence_table,
+        "strategies": strategy_table,
     }
     return makers[name]()
 
