@@ -11,6 +11,7 @@ No loss or gradient is modified: jumps of the gradient norm are the model's resp
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 import zlib
 from collections.abc import Callable
@@ -26,6 +27,7 @@ VOCABULARY = 256  # a token is a byte
 Batch = tuple[Tensor, bool]
 
 
+@functools.cache
 def read_sources(folder: str | Path | None = None) -> list[bytes]:
     """Return the ``.py`` files under ``folder``, by default the standard library, sorted by path.
 
