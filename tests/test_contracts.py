@@ -164,7 +164,12 @@ def case_id(name: str, settings: Settings) -> str:
 each_case = pytest.mark.parametrize(
     ("name", "settings"),
     [
-        pytest.param(name, settings, id=case_id(name, settings))
+        pytest.param(
+            name,
+            settings,
+            id=case_id(name, settings),
+            marks=[pytest.mark.settings] if settings else [],
+        )
         for name, cases in CASES.items()
         for settings in cases
     ],
