@@ -1,4 +1,4 @@
-"""Gradients under any strategy, precision and optimizer."""
+"""The base class of callbacks that read or change gradients."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
 def plain_name(name: str) -> str:
     """Return a module's or parameter's name without the prefixes of its wrappers.
 
-    The wrappers are FSDP1, torch.compile and activation checkpointing. A run that wraps the model
-    differently can therefore load state that is stored by name.
+    The wrappers are those of FSDP1, torch.compile and activation checkpointing. State that is
+    stored by plain name can be loaded by a run that wraps the model differently.
     """
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "").removesuffix(wrapper[:-1]).rstrip(".")
@@ -92,7 +92,7 @@ class GradientCallback(RunCallback):
         self._earlier: list[GradientCallback] = []
         self._measured_by: GradientCallback | None = None
         self._next_reuses = False
-        # By optimizer. The next callback removes its entry, so that gradients can be freed.
+        # By optimizer. The next callback removes the entry it uses, so that gradients can be freed.
         self._measurements: dict[int, GradientStep] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -146,7 +146,7 @@ class GradientCallback(RunCallback):
         if any(other._skips_on_host(index) for other in self._earlier):
             return index, Gradients([], []), 1.0
         parameters = parameters_of(optimizer)
-        if not is_same(parameters, self._held.get(index, [])):  # a training may add parameters
+        if not is_same(parameters, self._held.get(index, [])):  # some were added during training
             self._find_parameters(trainer, trainer.lightning_module)
         gradients = collect_gradients(parameters, self._flat)
         return index, gradients, grad_scale(trainer, optimizer)
@@ -154,8 +154,8 @@ class GradientCallback(RunCallback):
     def measure(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, GradientStep]:
         """Return the optimizer's index and its gradients with their norms.
 
-        If a gradient callback runs directly before this one, its measurement is reused. Any other
-        callback may have changed the gradients, so they are measured again.
+        If the callback directly before this one is a gradient callback, its measurement is reused.
+        Any other callback may have changed the gradients, so they are measured again.
         """
         index = trainer.optimizers.index(optimizer)
         step = self._measured_by._pop_measurement(index) if self._measured_by else None

@@ -39,7 +39,7 @@ class AdaptiveClipping(GradientCallback):
     ``clip/norm``          total gradient norm before clipping
     ``clip/threshold``     threshold, for rules on the total norm
     ``clip/coefficient``   factor on the gradients; the smallest if there are several
-    ``clip/fraction``      share of steps clipped; of tensors or units for rules that clip those
+    ``clip/fraction``      share of steps, tensors or units clipped, depending on the rule
     ``clip/nonfinite``     steps so far with a NaN or infinite norm
     ====================== =====================================================================
 
@@ -72,7 +72,7 @@ class AdaptiveClipping(GradientCallback):
 
     @property
     def state_key(self) -> str:
-        """The callback's key in checkpoints. It contains the settings: states of rules differ."""
+        """The callback's key in checkpoints. It contains the rule: each has its own state."""
         return self._state_key
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -98,7 +98,7 @@ class AdaptiveClipping(GradientCallback):
         self._tallies = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Inspect the model."""
+        """Pass the model to the rule."""
         super().on_fit_start(trainer, pl_module)
         self.rule.attach(pl_module)
 
@@ -108,7 +108,7 @@ class AdaptiveClipping(GradientCallback):
         """Clip the gradients of one optimizer."""
         index, step = self.measure(trainer, optimizer)
         if not step.gradients.tensors:
-            return  # no loss, or a step that a guard skips
+            return  # `training_step` returned no loss, or a guard skips the step
         tally = self._tallies.get(index)
         if tally is None:
             tally = self._tallies[index] = ClipTally(self.rule)

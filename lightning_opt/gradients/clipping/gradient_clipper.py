@@ -49,7 +49,7 @@ def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
 
 
 MAX_UNCOUNTED = 1024
-"""Steps between two sums of the counts. A sum at every step would cost kernel launches."""
+"""Steps that are added to the counts at once. Adding each step would cost kernel launches."""
 
 
 class ClipTally:
@@ -59,7 +59,7 @@ class ClipTally:
         state: The rule's state.
         steps: Number of steps.
         nonfinite: Steps with a NaN or infinite norm, which were not clipped.
-        clipped: Sum of the clipped shares of the other steps.
+        clipped: Sum over the other steps of the share that was clipped.
         last: ``norm`` of the latest step, and ``threshold`` and ``coefficient`` if the rule has
             them.
     """

@@ -209,8 +209,8 @@ class ZClip(NormRule):
 
     The threshold of a norm with z-score s > z is ``mean + z * std * (z / s)``. Mean and variance
     are exponential averages over the clipped norms. Thresholds equal those of the published package
-    (zclip 1.0, adaptive scaling), with one exception: a norm that is NaN, infinite or 0 leaves the
-    state unchanged, also during the warm-up.
+    (zclip 1.0, adaptive scaling), with one exception: a norm that is NaN, infinite or 0 never
+    changes the state, not even in the warm-up.
 
     Args:
         alpha: Share of the old mean and variance that is kept at each step, in [0, 1).
@@ -268,7 +268,7 @@ class ZClip(NormRule):
         return 1.0 - weight, weight, gain if count < self.warmup else gain * (1.0 - weight)
 
     def _limit_on_device(self, norm: Tensor, state: State) -> Tensor:
-        """Compute :meth:`limit` on the device. Row ``count`` of a table has its coefficients."""
+        """Compute :meth:`limit` on the device, with coefficients from row ``count`` of a table."""
         cache = state.get("device")
         if cache is None or cache.device != norm.device:
             table = []
@@ -288,7 +288,7 @@ class ZClip(NormRule):
         threshold = threshold.masked_fill_(score <= row[6], math.inf)
         powers = (norm.minimum(threshold) - mean).pow(cache.tensors["powers"])
         after = torch.addcmul(before * row[:3], row[3:6], powers)
-        valid = after[1] < norm * math.inf  # False for a norm of 0 and a square that overflows
+        valid = after[1] < norm * math.inf  # False for a norm of 0, and if the square overflows
         state["moments"] = torch.where(valid, after, before)
         return threshold if self.max_norm is None else threshold.clamp(max=self.max_norm)
 
@@ -310,5 +310,6 @@ class Robust(LogBand, NormRule):
         warmup: Norms before the first clipping, at least 2.
         patience: Clipped steps in a row after which the new level is accepted; None for never.
         min_std: Lower bound of the deviation of the natural logarithm. Without it a run with hardly
-            any noise would be clipped often. With 0.1, norms up to 1.35 times the mean pass.
+            any noise would be clipped often. With 0.1, norms up to 1.35 times the mean are not
+            clipped.
     """

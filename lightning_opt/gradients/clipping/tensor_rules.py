@@ -236,7 +236,7 @@ class UnitWise(ClippingRule):
             for norms in (gradient_norms, weight_norms)
         )
         if not norm.numel():
-            return Clip(0.0)  # this rank holds no part of these parameters
+            return Clip(0.0)  # this rank has no elements of these parameters
         limit = weight.clamp_(min=self.eps) * (self.clip_factor * step.grad_scale)
         over = norm > limit
         if isinstance(finite, Tensor):

@@ -49,9 +49,9 @@ class CurvatureMonitor(RunCallback):
 
     ========================= ==================================================================
     ``curvature/sharpness``   largest eigenvalue
-    ``curvature/residual``    a true eigenvalue lies within this distance of it
+    ``curvature/residual``    distance from it within which a true eigenvalue lies
     ``curvature/trace``       trace, by Hutchinson's estimator
-    ``curvature/trace_error`` its standard error
+    ``curvature/trace_error`` standard error of the trace
     ``curvature/edge``        sharpness as a share of the edge of stability (SGD only)
     ========================= ==================================================================
 
@@ -130,7 +130,7 @@ class CurvatureMonitor(RunCallback):
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> dict[str, float]:
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # All ranks use the same seed, because they multiply the same Hessian.
+        # All ranks draw the same vectors, because they multiply the same averaged Hessian.
         generator = torch.Generator(module.device)
         generator.manual_seed(trainer.global_step)
         context = twice_differentiable_loss(NAME, trainer, module, batch, batch_idx, self.fraction)
@@ -143,7 +143,7 @@ class CurvatureMonitor(RunCallback):
             limits = self.max_iterations, self.tolerance
             top = largest_eigenvalue(product, params, *limits, generator)
             del product, loss
-        # Reading the trace waits for the device, as each iteration for the sharpness has done.
+        # Reading the trace waits for the device; each Lanczos iteration has waited already.
         return {
             "sharpness": top.value,
             "residual": top.residual,

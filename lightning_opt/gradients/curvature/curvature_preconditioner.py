@@ -76,7 +76,7 @@ class DiagonalPreconditioner:
         """
         for name, gradient in zip(names, gradients, strict=True):
             if not gradient.numel():
-                continue  # it has no largest magnitude
+                continue  # an empty tensor has no largest magnitude
             bound = self.clip
             if bound is not None:
                 # 0 times infinity makes the bound NaN. A finite bound would hide the infinity.
@@ -119,8 +119,8 @@ class CurvaturePreconditioner(GradientCallback):
     r"""Divides gradients by an average of the Hessian's diagonal before each optimizer step.
 
     Every ``every_n_steps`` steps the loss of a part of the training batch is differentiated twice,
-    for one unbiased estimate of the diagonal (Hutchinson's). Every step uses the exponential
-    average :math:`h` of the estimates:
+    which gives one unbiased estimate of the diagonal (Hutchinson's estimator). Every step uses the
+    exponential average :math:`h` of the estimates:
 
     .. math:: g \leftarrow \mathrm{clip}\left(g / (|h|^p + d), \pm c\right).
 
@@ -225,7 +225,7 @@ class CurvaturePreconditioner(GradientCallback):
         """Estimate the diagonal if it is due, then precondition the gradients."""
         _, gradients, scale = self.collect(trainer, optimizer)
         if not gradients.tensors:
-            return  # no loss, or a step that a guard skips
+            return  # `training_step` returned no loss, or a guard skips the step
         if self._steps % self.every_n_steps == 0:
             self._estimate(trainer, pl_module)
         self._steps += 1

@@ -78,15 +78,15 @@ def twice_differentiable_loss(
     The loss is computed without autocast, DDP and compilation, and with an attention kernel that
     has a second derivative. It is None if ``training_step`` returns None.
 
-    The part holds the first samples of the batch, at least one. All of the batch is used, with a
-    warning, if it cannot be split (a graph, for example), or if the step fails with the part
+    The part is the first samples of the batch, at least one. The whole batch is used, with a
+    warning, if it cannot be split (a graph, for example), or if the step fails on the part
     (BatchNorm needs two samples). ``owner`` is the callback's name.
 
     Raises:
         ValueError: If a lazy layer has no weights yet.
         RuntimeError: If the loss cannot be differentiated twice inside the context.
     """
-    raise_if_lazy(owner, module)  # a validation before training may have initialized the weights
+    raise_if_lazy(owner, module)  # only now: a sanity check may initialize lazy weights
     part, why = batch, f"those of type {type(batch).__name__} cannot be split into samples"
     if fraction < 1:
         with suppress(UnsplittableBatchError):

@@ -52,7 +52,7 @@ class Eigenvalue(NamedTuple):
     """The largest eigenvalue that was found.
 
     Attributes:
-        value: The eigenvalue; NaN if products are not finite.
+        value: The eigenvalue; NaN if a product is not finite.
         residual: Bound on the distance to a true eigenvalue.
         iterations: Number of products.
     """
@@ -68,7 +68,7 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
     Args:
         loss: A scalar with its graph, computed from ``params``. The graph is kept.
         params: Tensors. If the loss does not depend on one, its part of the product is zero.
-        vectors: One for each of ``params``, in its shape.
+        vectors: One vector for each of ``params``, in its shape.
 
     Returns:
         One tensor per parameter, without a graph.
@@ -178,7 +178,7 @@ def top_eigenvalue(
 def hessian_product(loss: Tensor | None, params: Tensors) -> Product:
     """Return a function that multiplies the Hessian with vectors. All calls share one graph.
 
-    The Hessian of None is zero.
+    If the loss is None, the Hessian is zero.
 
     Raises:
         RuntimeError: If the loss is not a real scalar, or a function in the graph has no second
@@ -273,7 +273,7 @@ def largest_eigenvalue(
         alpha_on_device = (remainder * current).sum(dtype=torch.float64)
         remainder.addcmul_(current, alpha_on_device, value=-1)
         beta_on_device = torch.linalg.vector_norm(remainder, dtype=torch.float64)
-        # The only wait of an iteration.
+        # The only synchronization in an iteration.
         alpha, beta = torch.stack([alpha_on_device, beta_on_device]).tolist()
         diagonal.append(alpha)
         if not math.isfinite(alpha) or not math.isfinite(beta):

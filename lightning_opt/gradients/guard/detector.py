@@ -49,7 +49,7 @@ def mean_loss(
         losses: One per backward pass. Lightning has multiplied them by the loss scale and divided
             them by ``accumulate_grad_batches``.
         loss_scale: The loss scale in ``losses``; None without one.
-        read: Whether to return a float, which waits for the device.
+        read: Whether to return a float. Reading it waits for the device.
     """
     if not losses:
         return 0.0
@@ -70,8 +70,8 @@ class Detection(NamedTuple):
         norm: Total norm of the gradient, the largest over ranks.
         code: Index into :data:`KINDS_BY_CODE`.
         skip: Whether to skip the update, for a fault or an overflow; 0 or 1 on a device.
-        fault: Whether the step has a fault. Buffers are restored after a fault. After an overflow
-            they are kept, because the forward pass was finite.
+        fault: Whether the step has a fault. After a fault the buffers are restored. After an
+            overflow they are kept, because the forward pass was finite.
         barrier: Infinity for a skipped step, else 0 (see :class:`GradientCallback`).
     """
 

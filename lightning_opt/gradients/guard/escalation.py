@@ -23,7 +23,7 @@ Policy: TypeAlias = Literal["skip", "rollback", "raise"]
 Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
 
 MAX_BACKOFFS = 4
-"""The learning rate scale is at least ``lr_backoff`` to this power, so that no run stalls."""
+"""Maximum number of reductions that add up. More would stall the run."""
 
 RECOVERY_STEPS = 100
 """Good steps that undo one reduction of the learning rate, by a constant factor per step."""
@@ -207,8 +207,8 @@ class UpdateControl:
     def _step(self, original: Any, closure: Any = None, **kwargs: Any) -> Any:
         versions, changed_weights, result = self._versions(), False, None
 
-        # Without a loss scaler Lightning runs the forward pass, the backward pass and all hooks in
-        # the closure.
+        # Without a loss scaler Lightning runs forward pass, backward pass and all hooks inside the
+        # closure.
         def evaluate() -> Any:
             nonlocal changed_weights, result
             changed_weights = self._versions() != versions
@@ -247,7 +247,7 @@ class UpdateControl:
         return sum(parameter._version for parameter in parameters_of(self.optimizer))
 
     def _run_post_hooks(self, kwargs: dict[str, Any]) -> None:
-        """Run the optimizer's post hooks without gradients, because its pre hooks have run."""
+        """Run the optimizer's post hooks, since its pre hooks have run. They see no gradients."""
         for parameter in parameters_of(self.optimizer):
             self._changes.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None

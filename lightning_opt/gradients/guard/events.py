@@ -104,7 +104,7 @@ class StepRecord:
     Attributes:
         step: ``trainer.global_step`` before the update.
         epoch: ``trainer.current_epoch``.
-        optimizer: The optimizer's index; None for bad weights that were found between steps.
+        optimizer: The optimizer's index; None if bad weights were found between steps.
         losses: Batch index and loss of each backward pass. The losses are on their device.
         parameters: The parameters with a gradient.
         norms: The norms of their gradients.

@@ -191,7 +191,7 @@ class NonFiniteGuard(GradientCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record the batch's index. Look for new optimizers, and back up the buffers."""
+        """Record the batch's index, patch new optimizers, and back up the buffers."""
         self._batch_idx = batch_idx
         if [control.optimizer for control in self._controls] != trainer.optimizers:
             self._patch_optimizers(trainer.optimizers)
@@ -219,7 +219,7 @@ class NonFiniteGuard(GradientCallback):
         if not losses and not step.gradients.tensors and not groups:
             return  # `training_step` returned None
         state = self.escalation.state(index)
-        # By a parameter, because a single rank may have no gradients.
+        # Looks at a parameter, because this rank may have no gradients.
         first = next((one for group in optimizer.param_groups for one in group["params"]), None)
         on_host = first is None or reads_are_free(first.device)
         scale = loss_scale(trainer)
@@ -287,7 +287,7 @@ class NonFiniteGuard(GradientCallback):
         self._controls = [UpdateControl(optimizer) for optimizer in optimizers]
 
     def _count_step(self, detection: Detection, record: StepRecord) -> None:
-        """Count a step. Its detection must be on the host. The record of a fault is kept."""
+        """Count a step whose detection is on the host. If it has a fault, keep its record."""
         assert record.optimizer is not None
         kind = detection.kind
         action = self.escalation.record(record.optimizer, kind, overflow=bool(detection.skip))
@@ -315,7 +315,7 @@ class NonFiniteGuard(GradientCallback):
                 self._good_batches = 0
             return
         if damaged:
-            # A weight may have become NaN between steps, so there may be no fault yet.
+            # A weight may have become NaN between steps, without a recorded fault.
             faults = faults or [StepRecord(trainer.global_step, trainer.current_epoch)]
             faults[-1].kind, faults[-1].action = "nonfinite_weight", "rollback"
         worst = max(faults, key=lambda fault: list(RESPONSES).index(fault.action))
@@ -381,7 +381,7 @@ class NonFiniteGuard(GradientCallback):
         self._reset_run(None)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Count the last steps too, on all ranks. A single rank may call ``state_dict``."""
+        """Count the last steps on all ranks: Lightning may call ``state_dict`` on one rank only."""
         self._count_delayed(self._delayed.flush())
         checkpoint["callbacks"][self.state_key] = self.state_dict()
 

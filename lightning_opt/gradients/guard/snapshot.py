@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MAX_ELEMENTS = 2**16
-"""Most elements of a buffer that is copied at every step. BatchNorm statistics have fewer."""
+"""Maximum elements of a buffer that is copied at each step. BatchNorm statistics have fewer."""
 
 _form = attrgetter("shape", "dtype", "device")
 
@@ -94,9 +94,9 @@ def _join(tensors: list[Tensor], places: list[int]) -> Tensor:
 class Snapshot:
     """A copy of model, optimizers, learning-rate schedulers and loss scaler in host memory.
 
-    It takes as much host memory as the model and its optimizers take on this rank's device, because
-    shards are copied as shards. The memory is pinned for CUDA. Random number generators are not
-    restored, so that the steps after a restore draw new numbers.
+    Shards are copied as shards, so the copy is as large as model and optimizers on this rank's
+    device. The memory is pinned for CUDA. Random number generators are not restored, so that the
+    steps after a restore draw new numbers.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Snapshot:
             except NotImplementedError:
                 if tensor.requires_grad:
                     raise
-                # A frozen weight of a quantized subclass, which training does not change.
+                # A frozen weight of a quantized subclass: training does not change it.
         _wait(tensors.values())
 
     @torch.no_grad()

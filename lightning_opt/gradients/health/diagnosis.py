@@ -41,7 +41,7 @@ REPORTS_NEEDED = {"vanishing": 2, "dead": 3, "bottleneck": 2, "stale": 2}
 """Reports in a row before a finding becomes an issue; 1 for other types."""
 
 OVERFLOW_STREAK = 20
-"""This many non-finite steps in a row no longer count as overflows of the loss scaler.
+"""After this many non-finite steps in a row, they no longer count as loss-scaler overflows.
 
 The scaler halves its scale at each overflow. After 20 halvings its default scale is below 1.
 """
@@ -171,8 +171,8 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
         return []
     largest = max(flows.values())
     if largest < limit:
-        # All layers are small, so there is none to compare with. A converged model has small
-        # gradients too. It is an issue only if the gradients were as small at the start.
+        # The gradients of all layers are small, as in a converged model. It is an issue only if
+        # they were as small at the start.
         typical, early = evidence.typical, evidence.early
         if typical is None or not early or typical < 0.1 * early:
             return []

@@ -65,7 +65,7 @@ class GradientHealth(GradientCallback):
 
     Norms are measured at every step, stay on the device, and are shared with clipping. A report
     measures more, and reads everything to the host at once. Measurements are compared with the
-    run's own history and with the other layers. Most issues are raised after several reports. Put
+    run's own history and with the other layers. Most findings must recur in several reports. Put
     this callback before callbacks that change gradients, so that it measures the original ones.
 
     ================== ========================================================================
@@ -87,7 +87,7 @@ class GradientHealth(GradientCallback):
     ======================== ==================================================================
     ``health/norm``          median of the total norm since the last report
     ``health/peak_norm``     maximum of the total norm since the last report
-    ``health/noise``         median over layers of the norm's deviation over steps / mean
+    ``health/noise``         median over layers of the norm's standard deviation over steps / mean
     ``health/update``        median over layers of the update-to-weight ratio
     ``health/zeros``         share of gradient elements that are exactly zero
     ``health/smallest_rms``  smallest RMS of any layer

@@ -38,7 +38,7 @@ class ParameterStats:
         first: The first step with a non-finite norm; 0 if there was none.
         max: Largest magnitude at the reported step; 0 if not finite.
         zeros: Share of elements that were exactly zero at the reported step.
-        update: L2 norm of one update divided by that of the weights.
+        update: L2 norm of one update divided by the L2 norm of the weights.
         weight: L2 norm of the weights, or of a sample of them.
     """
 
@@ -97,8 +97,8 @@ class LayerStats:
     def flow(self) -> float:
         """RMS of the weights' gradients over steps and non-zero elements.
 
-        Without the zeros an embedding is comparable with other layers, although a batch uses only
-        a few of its rows.
+        Zeros are excluded, so that an embedding, of which a batch uses only a few rows, can be
+        compared with other layers.
         """
         elements = sum(p.active for p in self.weights)
         return math.sqrt(sum(p.square for p in self.weights) / elements) if elements else 0.0
@@ -191,7 +191,7 @@ def add_gradients(
         largest, nonzero, numel, present = column.tolist()
         found.numel = int(numel)  # summed over shards
         if not present:
-            # No rank has a gradient of this sharded parameter, so its recorded norms are zeros.
+            # A sharded parameter without a gradient on any rank. Its recorded norms are zeros.
             found.count, found.nan, found.first = 0, 0, 0
             continue
         found.max = largest

@@ -50,8 +50,8 @@ class NormWindow:
     def blocks(self) -> list[tuple[list[str], Tensor]]:
         """Return one block for each run of consecutive steps with the same tensors.
 
-        A block has the tensors' names and a tensor of norms on their device, of shape
-        ``(steps, 1 + names)``. Its first column is the total norm.
+        A block is the tensors' names and a tensor of norms on their device, of shape
+        ``(steps, 1 + names)``. The first column is the total norm.
         """
         blocks = []
         for _, run in itertools.groupby(self._steps, lambda step: (id(step[0]), type(step[1]))):
@@ -149,7 +149,7 @@ class UpdateProbe:
 def _sample(parameter: Tensor) -> Tensor:
     flat = as_real(local_part(parameter.detach())).reshape(-1)
     stride = max(flat.numel() // TARGET_SAMPLE, 1)
-    while math.gcd(stride, flat.numel()) > 1:  # a common factor would skip some of the columns
+    while math.gcd(stride, flat.numel()) > 1:  # a common factor would never sample some columns
         stride += 1
     return flat[::stride].to(torch.promote_types(flat.dtype, torch.float32))
 
@@ -169,8 +169,8 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
 class ActivationWatch:
     """Finds the first non-finite output of a leaf module.
 
-    Each module output costs one reduction. Only :meth:`take` reads results. Compiled models are not
-    watched. Functional calls cannot be watched.
+    Each module output costs one reduction. Only :meth:`take` reads results. Compiled models and
+    functional calls are not watched.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class ActivationWatch:
     @torch.no_grad()
     def _measure(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_of(output) if self._active else ():
-            # A tensor inside `torch.vmap` cannot be read after it.
+            # A tensor of `torch.vmap` cannot be read after the call.
             is_open = not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             if is_open and tensor.is_floating_point():
                 # Each rank checks its own part of a DTensor.

@@ -90,8 +90,12 @@ class OptimizerHealth:
     ) -> None:
         """Read the measurements since the last report, and diagnose them.
 
-        All ranks must call this if a report is pending. ``scaled`` says whether there is a loss
-        scaler. ``extra`` holds findings in activations.
+        All ranks must call this if a report is pending.
+
+        Args:
+            parameters: The optimizer's parameters by name.
+            scaled: Whether there is a loss scaler.
+            extra: Findings in activations.
         """
         totals = self._read(parameters)
         self._window, self._first = NormWindow(), self.steps + 1
@@ -203,8 +207,8 @@ class OptimizerHealth:
 
 
 def _status(stats: ParameterStats, parameter: Tensor, measured: bool) -> str:
-    # A shard without a gradient has recorded norms of zero. Only a measured report distinguishes it
-    # from a gradient of zero.
+    # Recorded norms are 0 for a gradient of zeros and for a shard without a gradient. Only a
+    # measured report distinguishes them.
     if stats.first or (stats.count and (stats.mean or measured)):
         return TRAINED
     return NO_GRADIENT if parameter.requires_grad else FROZEN
