@@ -1,1 +1,1 @@
-"""What the activations, buffers and caches of a run occupy, and how to need less."""
+"""Measures the memory of activations, buffers and caches, and reduces it."""

@@ -88,7 +88,8 @@ class AllocatorMeter:
 
 
 Meter: TypeAlias = StorageMeter | AllocatorMeter
-"""Measures bytes allocated since its start: now by ``live``, the peak since the last ``mark``."""
+"""Measures bytes allocated since its start: ``live`` returns the current bytes, ``mark`` the peak
+since the last ``mark``."""
 
 
 def measuring(device: torch.device) -> AbstractContextManager[Meter]:
@@ -141,7 +142,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor)
 
 
 def persistent_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of parameters, buffers, gradients and optimizer states, all allocated."""
+    """Return the bytes of parameters, buffers, gradients and optimizer states once all exist."""
     parameters = list(module.parameters())
     gradients = storage_bytes(p for p in parameters if p.requires_grad)
     states = sum(optimizer_state_bytes(optimizer) for optimizer in optimizers)

@@ -59,7 +59,7 @@ class ActivationCheckpointing(RunCallback):
     ``"sqrt"``        about sqrt(n) segments of sqrt(n) blocks each
     ``"block"``       segments of ``interval`` consecutive blocks; only the segment's input is kept
     ``"every_nth"``   one block in ``interval``; the others keep everything
-    ``"selective"``   each block, except the outputs of its expensive operators, which are kept
+    ``"selective"``   each block, but the outputs of its expensive operators are kept
     ``"custom"``      exactly ``modules``, each separately
     ================= ==========================================================================
 
@@ -105,8 +105,8 @@ class ActivationCheckpointing(RunCallback):
             only; elsewhere it warns and has no effect. Not for ``"auto"``, whose measurements it
             would change, and not under FSDP.
         worst_batch: For ``"auto"``: a batch from the loader with the largest shapes that will
-            occur. The plan is made for it before the first step, so a budget that cannot be met is
-            an error at the start and not a warning later.
+            occur. The plan is made for it before the first step, so that a budget that cannot be
+            met raises at the start instead of warning later.
 
     Raises:
         ValueError: In ``__init__`` for an unknown policy or a setting that it does not use. In
@@ -175,7 +175,7 @@ class ActivationCheckpointing(RunCallback):
         return repr(self.policy) if self.policy in ("auto", "selective") else ""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the strategy: some strategies have their own checkpointing."""
+        """Raise if the strategy has its own checkpointing, or if it does not allow offloading."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -237,8 +237,8 @@ class ActivationCheckpointing(RunCallback):
         if self.policy != "auto" or not self.blocks:
             untested = any(forward.state.read_only is None for forward in self._applied.forwards)
             if untested and not self._is_logged and has_compiled_parts(pl_module):
-                # Find the modules that write buffers, which are not compiled, before the first
-                # compilation: Dynamo does not compile a function with a graph break in a loop.
+                # Find the modules that write buffers before the first compilation: they are not
+                # compiled, and Dynamo skips a function with a graph break in a loop.
                 with run_eagerly():
                     TrialStep(trainer, pl_module, batch, batch_idx).run()
             return

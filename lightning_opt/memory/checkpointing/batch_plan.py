@@ -1,8 +1,8 @@
 """Plans recomputation for a batch: profile the step, choose a plan, measure the plan.
 
 Finding the fastest plan below a peak is a knapsack problem over the blocks of a step. While a block
-runs forward or backward, all earlier blocks hold their kept bytes. The peak of a plan is the
-maximum over all blocks.
+runs forward or backward, all earlier blocks hold the bytes that they keep. The peak of a plan is
+the maximum over all blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_opt.trainer.lightning import FSDPStrategy, ModelParallelStrategy
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# Default budget as a share of the free memory; the rest is for kernels and fragmentation.
+# Default budget as a share of the free memory. Kernels and fragmentation need the remainder.
 SHARE_OF_FREE = 0.9
 
 # `solve` keeps one solution per bin of held bytes, so it may miss the fastest plan. It always finds
@@ -206,7 +206,7 @@ class StepPlan:
         return self.excess <= 0
 
     def covers(self, shapes: Shapes) -> bool:
-        """Return whether a batch of these shapes is certain to stay within the limit."""
+        """Return whether a batch of these shapes certainly stays within the limit."""
         factor = growth(self.shapes, shapes)
         return factor <= 1 or factor * (self.peak + self.profile.reserve) <= self.limit
 
@@ -277,7 +277,7 @@ def _measure(
 
 
 def to_plan(blocks: Sequence[Block], options: Mapping[str, Option]) -> Plan:
-    """Convert the options of blocks, by name, to a plan for the model.
+    """Convert options by block name to a plan for the model.
 
     A block without an option did not run in the profiled step (layers may be skipped at random). It
     is recomputed if any other block is.
@@ -367,9 +367,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 def growth(known: Shapes, other: Shapes) -> float:
     """Return an upper bound of the factor by which activations grow between two batches.
 
-    Activations grow with the number of elements. The activations of attention also grow with the
-    length, so the bound is multiplied by the largest growth of a dimension. For a smaller batch the
-    bound is at most 1.
+    Activations grow with the number of elements. In attention they also grow with the length, so
+    the bound is multiplied by the largest growth of a dimension. For a smaller batch it is at most
+    1.
     """
     elements = [sum(map(math.prod, shapes)) for shapes in (known, other)]
     element_growth = elements[1] / max(1, elements[0])

@@ -33,7 +33,7 @@ PLAIN_TYPES = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module,
 )  # fmt: skip
 PLAIN_LEAVES = (Tensor, *PLAIN_TYPES)
-# Maximum depth to which nested attributes and items are compared. Key-value caches need it.
+# Maximum depth to which nested attributes and items are compared. Key-value caches are nested.
 MAX_DEPTH = 5
 _NO_CONTEXT = nullcontext()
 
@@ -159,7 +159,7 @@ class Run:
 
     def __exit__(self, *error: Any) -> None:
         self._selection_context.__exit__(*error)
-        # torch returns each kept output only once.
+        # torch returns each kept output only once, so a later recomputation keeps none.
         if self._owner.selection is not None and self._owner.selection.kept:
             self._selection_context = _NO_CONTEXT
         for undo in self._undo:
@@ -178,7 +178,7 @@ class Run:
 
     def _run_first(self) -> Any:
         owner = self._owner
-        # Pass the original objects, because a block may append to a list.
+        # Pass the original objects and not rebuilt ones, because a block may append to a list.
         (args, kwargs), self._arguments = self._arguments, None
         tensors, self._tensors = self._tensors, []
         objects, self._objects = self._objects, []
@@ -204,7 +204,7 @@ class Run:
 
 
 class InputChangedError(RuntimeError):
-    """Raised if a block writes to its input or its parameters, so that it cannot be recomputed."""
+    """Raised if a block writes to its input or parameters and therefore cannot be recomputed."""
 
     def __init__(self, module: nn.Module, item: Any) -> None:
         if isinstance(item, nn.Parameter):
@@ -289,7 +289,7 @@ class Offload:
         @wraps(step)
         def offloading(*args: Any, **kwargs: Any) -> Any:
             kept = (*model.parameters(), *model.buffers(), *tensors_of((args, kwargs)))
-            # Not addresses: the step may free memory and use it again for another tensor.
+            # Storages, not addresses: freed memory may be reused for another tensor.
             stay = WeakSet(storage for tensor in kept for storage in storages_of(tensor))
             self.nbytes = 0
 

@@ -58,8 +58,7 @@ class _RepeatCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # torch stops a recomputation at the last saved tensor, so this counts only the operators
-        # that run again.
+        # torch stops a recomputation at the last saved tensor, so later operators are not counted.
         if func is not aten.detach.default:
             self._selection.repeated = (self._selection.repeated or 0) + 1
         return func(*args, **(kwargs or {}))
@@ -70,7 +69,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators = selection.operators = []
         self._counts: Counter[str] = Counter()
-        # By the storage of an output. Addresses are used again, for other outputs.
+        # By the storage of an output, because addresses are reused.
         self._producers: WeakKeyDictionary[torch.UntypedStorage, Operator] = WeakKeyDictionary()
 
     def __torch_dispatch__(
@@ -94,7 +93,7 @@ class _Recorder(TorchDispatchMode):
         if returns_views(func):
             new = []
         flops = 0
-        with suppress(Exception):  # a custom formula may raise, which must not stop a run
+        with suppress(Exception):  # an error in a custom formula must not stop a run
             flops = operator_flops(func, args, kwargs, output)
         operator = Operator(
             key=(str(func), self._counts[str(func)]),
@@ -126,8 +125,8 @@ class Selection:
 
     Attributes:
         operators: The operators of the latest recorded run, in order.
-        repeated: Number of operators that run again, up to the one whose tensor is saved last;
-            ``None`` before the first recomputation.
+        repeated: Number of operators that a recomputation runs: all up to the one whose output is
+            saved last. ``None`` before the first recomputation.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from lightning_opt.memory.meters import Meter, measuring
 
 # Number of timed runs of each option; the fastest counts.
 TIMED_ROUNDS = 3
-# Bytes that kernels use internally, as a share of the peak, on devices where they are not counted.
+# Internal buffers of kernels as a share of the peak, on devices where they are not counted.
 # Measured for convolutions on a CPU.
 KERNEL_SHARE = 0.02
 
@@ -208,7 +208,7 @@ def _profile_memory(runner: StepRunner, blocks: Sequence[Block]) -> StepProfile:
     return StepProfile(blocks, timelines[0].units, timelines[0].head_peak)
 
 
-# Total seconds by module: of its forward passes (False), and of its recomputations (True).
+# Total seconds of a module's forward passes (False) or recomputations (True).
 Seconds: TypeAlias = dict[tuple[nn.Module, bool], float]
 
 
@@ -237,7 +237,7 @@ def _stopwatch(
 def _time_options(units: Sequence[Unit], runner: StepRunner) -> None:
     """Time recomputation in full and in part, and set the options of each block.
 
-    Times of blocks with equal internal bytes differ only by noise, so their mean is used.
+    Blocks with equal internal bytes are assumed to be equally fast, so their mean time is used.
     """
     keys = {unit: frozenset(operator.key for operator in unit.expensive) for unit in units}
     full_times = _time_blocks(runner, every_layer([unit.block for unit in units]))

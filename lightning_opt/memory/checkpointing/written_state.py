@@ -1,8 +1,8 @@
 """The buffers and attributes that a block writes, such as running statistics and counters.
 
 A recomputation reads the values that the first run read, and its writes are discarded, so running
-statistics are updated once per step. It also uses the parameters and buffers of the first run, as
-``torch.func.functional_call`` restores the module's own before the backward pass.
+statistics are updated once per step. It also uses the parameters and buffers of the first run,
+because ``torch.func.functional_call`` restores the module's own before the backward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     key: Key
 
     def was_replaced(self) -> bool:
-        """Return whether the user has replaced this parameter. FSDP replaces DTensors itself."""
+        """Return whether the user has replaced this parameter; FSDP replaces only DTensors."""
         now = self.place.get(self.name)
         return now is not self.value and type(self.value) is type(now) is nn.Parameter
 
@@ -54,7 +54,7 @@ class Saved(NamedTuple):
             return version_of(value) != self.version
         return _items(value) != _items(self.copy)
 
-    def has_other_values(self) -> bool:
+    def differs_from_copy(self) -> bool:
         value = self.entry.value
         return _is_dense(value) and not torch.equal(value, self.copy)
 
@@ -140,7 +140,7 @@ class WrittenState:
         """Return the earlier values of the entries that were written after ``saved``.
 
         Raises:
-            RuntimeError: If a run writes to a large buffer that the first run has not written.
+            RuntimeError: If a large buffer was written that the first run did not write.
         """
         if self._written is None:
             self._inspect(saved)
@@ -155,7 +155,7 @@ class WrittenState:
         visible = {old.entry.key for old in saved if old.is_written()}
         others = [old for old in saved if old.entry.key not in visible]
         # Kernels of norm layers, and writes through `.data`, leave the version unchanged.
-        self._hidden = {old.entry.key for old in others if old.has_other_values()}
+        self._hidden = {old.entry.key for old in others if old.differs_from_copy()}
         self._written = visible | self._hidden
         writing = {number for number, _ in self._written}
         self._with_attributes = [pair for pair in self._with_attributes if pair[0] in writing]

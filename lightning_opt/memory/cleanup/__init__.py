@@ -1,1 +1,1 @@
-"""Caches and garbage given back when memory runs short."""
+"""Frees caches and garbage when memory runs low."""

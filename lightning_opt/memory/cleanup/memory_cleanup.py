@@ -93,9 +93,9 @@ class MemoryCleanup(RunCallback):
     Each limit is watched separately: the device, the machine, the container's control group,
     ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used; the cache of the CUDA
     allocator does not, because the next step uses it. Every cleanup is measured. If use stays above
-    ``release``, the next one starts at a higher use. If a cleanup frees almost nothing, one warning
-    suggests other ways to save memory; after three such cleanups in a row, cleaning stops until use
-    falls below ``release``.
+    ``release``, the next cleanup starts at a higher use. If a cleanup frees almost nothing, one
+    warning suggests other ways to save memory; after three such cleanups in a row, cleaning stops
+    until use falls below ``release``.
 
     Use is read every ``every_n_steps`` batches. Several ranks agree in one all-reduce: either all
     ranks clean up or none. On an accelerator they read the result at the next reading, so no host
@@ -116,7 +116,7 @@ class MemoryCleanup(RunCallback):
 
     Args:
         threshold: Share of a limit from which to clean, above ``release`` and below 1.
-        release: Share below which memory is no longer low.
+        release: Share below which memory is no longer low, and ``threshold`` applies again.
         actions: Any of ``"gc"`` (collect reference cycles), ``"cuda_cache"`` (empty the cache of
             the CUDA allocator) and ``"malloc_trim"`` (return free pages of the C library's heap to
             the system).
@@ -189,12 +189,12 @@ class MemoryCleanup(RunCallback):
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Read and clean on a single process; ranks may validate unequal numbers of batches."""
+        """Read and clean, but only in a single process: ranks may validate unequal batch counts."""
         if trainer.world_size == 1:
             self.on_train_batch_end(trainer, pl_module)
 
     def _read(self) -> tuple[list[Usage], list[Usage]]:
-        """Return all limits, and those whose use is high."""
+        """Return the usage of all limits, and of the limits whose usage is high."""
         assert self._limits is not None
         usages, high = self._limits.read(), []
         for usage in usages:
@@ -233,12 +233,12 @@ class MemoryCleanup(RunCallback):
                 perform()
         seconds, allocated = perf_counter() - start, allocated - live_bytes(torch.device("cpu"))
         after = {usage.source: usage for usage in self._limits.read()}
-        # Another rank may need the cleanup, while this one knows no limit.
+        # `high` is empty if another rank needs the cleanup and no limit of this rank can be read.
         worst = max(high, key=lambda usage: usage.fraction, default=Usage("none", 0, 1))
         freed, useful = 0.0, False
         for usage in high:
             now = after.get(usage.source, usage)
-            # Resident memory does not fall while the heap keeps what was freed.
+            # Resident memory does not fall while the heap keeps freed blocks.
             in_heap = 0 if usage.source.startswith("cuda") else allocated
             gained = max(0, usage.used - now.used, in_heap)
             if usage is worst:

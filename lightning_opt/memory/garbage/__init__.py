@@ -1,1 +1,1 @@
-"""Garbage collection at a chosen step, instead of whenever Python starts it."""
+"""Garbage collection on a schedule instead of whenever Python starts it."""

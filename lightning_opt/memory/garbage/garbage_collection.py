@@ -21,8 +21,9 @@ class GarbageCollection(RunCallback):
     object. With torch and Lightning imported, a full collection takes a fifth of a second. It runs
     at a different step on every rank, so in a distributed run all ranks wait for each rank in turn.
     This callback collects at the same step on all ranks. When training starts, and after the first
-    scheduled collection, it freezes all objects, so later collections skip them; if objects are
-    frozen already, it freezes none. Everything is restored when training ends or fails.
+    scheduled collection, it freezes all objects (``gc.freeze``), so that later collections skip
+    them. It freezes none if objects were frozen before. Everything is restored when training ends
+    or fails.
 
     Objects in reference cycles live until the next collection. If they hold tensors, collect more
     often, or add :class:`~lightning_opt.MemoryCleanup`, which collects when memory runs short.
@@ -75,7 +76,7 @@ class GarbageCollection(RunCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Collect, if it is due."""
+        """Collect if a collection is due."""
         if not self._running:  # the sanity check, or `trainer.validate`
             return
         self._batches += 1

@@ -1,1 +1,1 @@
-"""Memory that grows from step to step: what grows, who holds it, which line made it."""
+"""Detects memory that grows from step to step, and the objects that hold it."""

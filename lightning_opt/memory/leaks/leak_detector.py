@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COUNT_INTERVALS = (3, 3, 2)
-"""Samples between counts; unequal, so that a periodic change does not look like growth."""
+"""Samples between counts. They differ, so that a periodic change does not look like growth."""
 
 FIRST_PAUSE = 100
 """Steps to pause after the first search that found nothing. Each further one doubles it."""
@@ -42,11 +42,11 @@ class LeakDetector(RunCallback):
 
     On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
     If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,
-    it counts the containers and autograd graphs that your module, callbacks, loggers, data and
-    Python modules reference, four times over the next steps. It reports those that grew every time,
-    with the path that leads to them.
-    Some containers are cleared at the end of an epoch. So a container is reported only if it still
-    grows in the next epoch, or if memory would run out first. Without a trend, nothing is counted.
+    it counts, four times over the next steps, the containers and autograd graphs that your module,
+    callbacks, loggers, data and Python modules reference. It reports the ones that grew every time,
+    with the path that leads to them. Some containers are cleared at the end of an epoch. So a
+    container is reported only if it still grows in the next epoch, or if memory would run out
+    first. Without a trend, nothing is counted.
 
     ============= ===============================================================================
     kind          meaning

@@ -38,7 +38,7 @@ MAX_P_VALUE = 0.01
 
 
 def read_counters(device: torch.device) -> dict[str, float]:
-    """Return the memory counters that this system has, in bytes.
+    """Return the memory counters that this system provides, in bytes.
 
     Resident memory also grows by fragmentation, so its growth starts a search but is not reported.
     """
@@ -79,7 +79,7 @@ class MemoryTrend:
             slope = theil_sen(steps, series)
             if slope < self._min_bytes_per_step or mann_kendall(series)[1] >= MAX_P_VALUE:
                 continue
-            # A cache that is being filled grows in the first half of the samples only.
+            # A cache that fills up grows only in the first half of the samples.
             half = len(steps) // 2
             if theil_sen(steps[half:], series[half:]) >= max(
                 slope / 4, self._min_bytes_per_step / 2
@@ -105,7 +105,7 @@ Root = tuple[str, Any]
 class Walk:
     """All objects reachable from some roots, each with the object that first referenced it.
 
-    It holds references to all of them, so delete it soon.
+    It keeps all of them alive, so delete it soon.
 
     Args:
         roots: Pairs of a name and an object.
@@ -167,7 +167,7 @@ class Walk:
 def _referents(obj: Any) -> Iterable[Any]:
     if is_a(obj, ModuleType):
         return list(vars(obj).values())
-    if is_a(obj, FrameType):  # not its callers' frames
+    if is_a(obj, FrameType):  # skips the frames of its callers
         return list(obj.f_locals.values())
     return gc.get_referents(obj)
 

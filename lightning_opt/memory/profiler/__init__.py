@@ -1,1 +1,1 @@
-"""Where memory goes, by category, phase and module, and the live tensors when it runs out."""
+"""Memory by category, phase and module, and the live tensors when it runs out."""

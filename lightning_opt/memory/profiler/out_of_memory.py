@@ -94,10 +94,10 @@ def write_out_of_memory_report(
 def _names(
     error: BaseException, module: nn.Module | None, optimizers: Iterable[Any]
 ) -> dict[torch.UntypedStorage, str]:
-    """Return names of tensors by their storage. Of several names, the last one is used.
+    """Return names of tensors by their storage.
 
-    First local variables of the functions in the traceback, then attributes of the model's modules,
-    optimizer states, gradients, parameters and buffers.
+    A tensor is named as a local variable in the traceback, an attribute of a module, an optimizer
+    state, a gradient, a parameter or a buffer. Of several names the last in this order is used.
     """
     named = [
         (f"{frame.f_code.co_name}: {name}", value)

@@ -23,7 +23,7 @@ from lightning_opt.core.output.report import Report
 from lightning_opt.memory.meters import StorageMeter, measuring, state_tensors, storage_bytes
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-"""``"other"`` was allocated before the step and is in no other category."""
+"""``"other"`` is memory that was allocated before the step and is in no other category."""
 
 
 class PhaseMeter:
@@ -34,7 +34,7 @@ class PhaseMeter:
     (compiled parts, DTensors), memory is read only at each mark, the peak is the larger of two
     readings, and :attr:`exact` is False.
 
-    ``held`` are existing tensors that may be freed between marks, such as gradients.
+    ``held`` contains existing tensors that may be freed between marks, such as gradients.
 
     Attributes:
         exact: Whether peaks between two marks are measured, not only memory at the marks.
@@ -122,7 +122,7 @@ class SavedTensorCounter:
             if takes_hooks(module)
         }
         tensors = (*model.parameters(), *model.buffers())
-        # Not addresses: memory that is freed within the step may be used again for another tensor.
+        # Storages, not addresses: memory freed within the step may be reused for another tensor.
         self._model_storages = WeakSet(s for tensor in tensors for s in storages_of(tensor))
         self._outside = SavedBytes("(outside of modules)", "")
         self._stack: list[nn.Module] = []
