@@ -46,7 +46,7 @@ MAX_NAMES = 5
 """Maximum number of names in a warning."""
 
 PARTS = 3
-"""Number of parts. With two, a loss over the hardest half of the samples stays undetected."""
+"""Number of parts. Two parts would not reveal a loss over the hardest half of the samples."""
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -164,7 +164,10 @@ class Comparison:
         return samples
 
     def compare(self, samples: int, number: int) -> None:
-        """Compare a subset of at most ``samples`` samples with its parts. ``number`` selects it."""
+        """Compare a subset of at most ``samples`` samples with its parts.
+
+        ``number`` selects the subset.
+        """
         self._written, self._fixed_draws = WrittenParameters(self._module), _FixedDraws()
         self.problem, self.ran_out = "", False
         try:
@@ -289,7 +292,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _failure(samples: int, error: Exception) -> Exception:
-    # A step on a single sample may fail for other reasons than the split.
+    # A step on a single sample may fail for reasons other than the split.
     kind = UnsplittableBatchError if samples > 1 else RuntimeError
     return kind(
         f"training_step fails on a part of the batch, but not on a larger part: "

@@ -75,7 +75,7 @@ def set_batch_size(loader: DataLoader[Any], size: int) -> None:
     """Set the batch size from the next iteration on."""
     loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
     if loader.batch_size is not None:
-        object.__setattr__(loader, "batch_size", size)  # DataLoader itself forbids setting it
+        object.__setattr__(loader, "batch_size", size)  # DataLoader's own `__setattr__` raises
 
 
 def has_several_loaders(trainer: pl.Trainer) -> bool:

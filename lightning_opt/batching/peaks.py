@@ -31,9 +31,10 @@ class Peak:
 class LimitMeter:
     """Measures the memory peak against all limits, at no cost per step.
 
-    On CUDA, the peak is tensors plus fragments in torch's allocator. The limit is the memory that
-    the allocator can get. On a CPU, the peak is the peak of resident memory plus all other memory
-    in use under the limit. The limits are the machine's memory, control groups and ``RLIMIT_AS``.
+    On CUDA, the peak counts tensors and fragments in torch's allocator. The limit is the memory
+    that the allocator can get. On a CPU, the peak counts this process's peak of resident memory and
+    all other memory in use under the limit. The limits are the machine's memory, control groups and
+    ``RLIMIT_AS``.
 
     Args:
         device: The training device.

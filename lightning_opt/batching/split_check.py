@@ -22,10 +22,10 @@ TOLERANCE_16_BIT = 5e-2
 """The tolerance for models with 16-bit parameters."""
 
 CHECKED_BATCHES = (1, 4, 16, 64)
-"""Numbers of the batches to check. The first alone is not enough: it may have no padding."""
+"""Numbers of the batches to check. The first batch is not enough: it may have no padding."""
 
 MAX_SAMPLES = 8
-"""A check takes at most this many samples of a batch."""
+"""Maximum number of samples of a batch in a check."""
 
 STRATEGIES = (SingleDeviceStrategy, DDPStrategy)
 """The strategies under which batches are checked. Under others, forward and backward passes contain

@@ -71,7 +71,7 @@ class Splitter:
         return Reading(readings[0].samples, lists)
 
     def shares(self, pieces: Pieces) -> list[Any]:
-        """Return the factor on each part's loss: a number, or a tensor that stays on its device."""
+        """Return the factor on each part's loss: a number, or a tensor on its own device."""
         if len(pieces) == 1 or self._is_sum:
             return [1.0] * len(pieces)
         weights: list[Any] = [samples for _, samples in pieces]

@@ -1,1 +1,1 @@
-"""Gradient accumulation whose average is that of one large batch."""
+"""Gradient accumulation that gives the average gradient of one large batch."""

@@ -160,7 +160,7 @@ class Accumulation(RunCallback):
             self._stack.enter_context(intercepted_loaders(trainer, set_length))
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Reset the state of another model."""
+        """Reset the state that belongs to another model."""
         self._reset()
 
     def _batches_at(self, step: int) -> int:
@@ -173,7 +173,7 @@ class Accumulation(RunCallback):
         raise_if_lbfgs("Accumulation", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replace Lightning's window end, loss weights and zeroing of gradients."""
+        """Replace how Lightning ends a window, weights losses and zeroes gradients."""
         loop = trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
         self._device = trainer.strategy.root_device
@@ -206,7 +206,7 @@ class Accumulation(RunCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a window if the last one has ended, and weigh the batch."""
+        """Begin a window if the last one has ended, and compute the batch's weight."""
         if self._split_check is not None:
             self._split_check.check_batch(trainer, pl_module, batch, batch_idx)
         if not self._is_open or batch_idx - self._start >= self._length:
@@ -271,7 +271,7 @@ class Accumulation(RunCallback):
             )
         if self._split_check is not None:
             self._split_check.report()
-        # A second evaluation must not add the weight again.
+        # If the loss is evaluated again, the weight must not be added twice.
         self._window_weight = self._earlier_weight + self._batch_weight
         self._unaveraged += 1
         if not trainer.fit_loop._should_accumulate():
@@ -281,7 +281,7 @@ class Accumulation(RunCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Average here if ``training_step`` returned None for the last batch."""
+        """Average the gradients now if ``training_step`` returned None for the last batch."""
         if self._make_step is not None and self._unaveraged:
             self._average(trainer)
 
@@ -293,14 +293,14 @@ class Accumulation(RunCallback):
 
     @torch.no_grad()
     def _average(self, trainer: pl.Trainer) -> None:
-        # Gradients are now the mean over ranks of the sum of `weight / first_weight * gradient`,
+        # Each gradient is now the mean over ranks of `sum(weight / first_weight * gradient)`,
         # divided by `accumulate_grad_batches`, and under float16 multiplied by the loss scale.
         expected = trainer.accumulate_grad_batches * self._first_weight
         total, world = self._sum_over_ranks(trainer, self._window_weight)
         factor = quotient(world * expected, total)
         self._unaveraged = 0
         if isinstance(factor, Tensor) or factor != 1.0:
-            parameters = parameters_of(trainer.optimizers[0])  # some may be new
+            parameters = parameters_of(trainer.optimizers[0])  # some may have been added
             collect_gradients(parameters, self._flat).scale_(factor)
 
     def on_train_batch_end(

@@ -18,7 +18,7 @@ from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
 
 def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
-    """Return a sorted table from optimizer step to the number of batches per window."""
+    """Return the number of batches per window by optimizer step, sorted by step."""
     if not isinstance(schedule, dict):
         return {0: check_at_least("schedule", schedule, 1)}
     if not schedule:
@@ -31,7 +31,7 @@ def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
 
 
 def batches_for(effective_batch: int, loader: Any, ranks: int) -> int:
-    """Return the number of batches that have ``effective_batch`` samples over all ranks."""
+    """Return how many batches of all ranks together have about ``effective_batch`` samples."""
     size = batch_size_of(loader)
     if size is None:
         raise ValueError(
@@ -65,7 +65,7 @@ def count_samples(batch: Any, several: bool) -> float:
 
 
 def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
-    """Return the user's count: a tensor if it is on an accelerator, else a float."""
+    """Return the user's count of a batch: a tensor if it is on an accelerator, else a float."""
     weight = count(batch)
     if isinstance(weight, Tensor):
         weight = weight.detach()

@@ -74,7 +74,7 @@ class GradientAccumulator:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            # Complete a pending sum over ranks: `average` creates gradients without pending sums.
+            # Gradients with a pending sum over ranks are moved too: `average` creates plain ones.
             if gradient.dtype not in HALVES and not pending_groups(gradient):
                 continue
             local = summed_part(gradient)
@@ -99,7 +99,7 @@ class GradientAccumulator:
         if dist.is_available() and dist.is_initialized():
             device = next(iter(self._named.values())).device
             total, world = sum_over_ranks(total, device, (dist.group.WORLD,))
-        # Only a rank without batches reads a tensor.
+        # A tensor is read only on a rank without batches.
         if (not self.batches or not isinstance(total, Tensor)) and total <= 0:
             raise RuntimeError("There is nothing to average: no batches, or weights that sum to 0.")
         # Strategies have averaged gradients over `world` ranks, but `total` is a sum over them.

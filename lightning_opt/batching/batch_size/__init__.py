@@ -1,1 +1,1 @@
-"""Batch sizes found by trials."""
+"""Finds batch sizes by trials."""

@@ -36,19 +36,19 @@ SCALE_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": mat
 
 
 class DynamicBatchSize(RunCallback):
-    """Finds the loader's batch size by trials before training, with memory to spare.
+    """Finds the loader's batch size by trials before training, and leaves some memory free.
 
     Like ``find_batch_size``, it runs a few steps of a copy of the model with several sizes. Then
     the whole run trains with the largest size whose memory peak stays below ``target``, or with the
-    fastest size. A resumed run keeps the size of its checkpoint, and searches only if there is none
-    because the search had failed.
+    fastest size. A resumed run keeps the size of its checkpoint. It searches only if the checkpoint
+    has none because the search had failed.
 
     Larger batches train differently, with fewer and less noisy steps. So the number of samples per
     optimizer step is kept: only sizes that divide it are used, and batches are accumulated. The
     number is ``keep_effective``, or follows from the loader and the Trainer. With ``scale_lr``, a
     step has as many samples as fit into memory, and learning rates are scaled.
 
-    Add ``MicroBatching("auto")`` for single batches that need more memory than the batches of the
+    Add ``MicroBatching("auto")`` to survive batches that need more memory than those in the
     trials.
 
     Logged at the start of training:
@@ -230,7 +230,7 @@ class DynamicBatchSize(RunCallback):
         """Search if the checkpoint was saved by a run that failed during its search."""
         state = checkpoint["callbacks"].get(self.state_key)
         if state is not None and state["size"] is None and not checkpoint["global_step"]:
-            # A trial resumes nothing.
+            # Trials must not resume from the checkpoint.
             with replaced(trainer._checkpoint_connector, _loaded_checkpoint={}, _ckpt_path=None):
                 self._search(trainer, pl_module)
             state.update(self.state_dict())

@@ -152,7 +152,7 @@ def _next_size(
 
 
 def _predict(peaks: Mapping[int, float], baseline: float, target: float) -> int | None:
-    """Return the size at which a line through the peaks reaches ``target``; None if no line rises.
+    """Return the size at which a line through the peaks reaches ``target``; None without a slope.
 
     For a single peak, or if noise exceeds the slope, the line runs from ``baseline`` through the
     peak of the largest size.
@@ -177,8 +177,8 @@ def find_fastest(
     is much slower than the best so far, because smaller sizes are slower still. Then the best
     size's neighbours are timed: the sizes smaller and larger by a factor of the square root of 2.
     Then short rounds time the best few sizes, each round in another order. Every round times all
-    remaining sizes, so a temporary slowdown affects all of them. The smallest of equally fast
-    sizes is returned.
+    remaining sizes, so a temporary slowdown affects all of them. Of equally fast sizes the smallest
+    is returned.
     """
     generator = random.Random(0)  # the same order on all ranks
     trials: dict[int, list[Trial]] = {}

@@ -56,7 +56,7 @@ AVERAGING = tuple(  # new in Lightning 2.6
 """Lightning's callbacks that hold a copy of the model from the first step on."""
 
 MEMORY_TRIAL, TIMED_TRIAL = (4, 0.3, 30), (6, 0.5, 2000)
-"""Minimum number of steps, minimum timed seconds (single process only), maximum number of steps.
+"""Minimum steps, minimum timed seconds (in a single process), maximum steps.
 
 The first step creates the optimizer's state and is not timed.
 """
@@ -110,7 +110,7 @@ class TrialCallback(BaseCallback):
         check_single_loader(trainer)
         strategy, plugin, loop = trainer.strategy, trainer.precision_plugin, trainer.fit_loop
         self.device, self.ranks = strategy.root_device, trainer.world_size
-        # The user's limits must not end the trial. configure_optimizers has already run with them.
+        # The user's limits must not end the trial. `configure_optimizers` has seen them already.
         loop.max_epochs, loop.epoch_loop.max_steps = self.length[2], -1
         for config in trainer.lr_scheduler_configs:
             vars(config.scheduler)["step"] = do_nothing  # a manual training_step may call it
@@ -171,7 +171,7 @@ class TrialCallback(BaseCallback):
         self.clock.stop()
         self._seconds += self.clock.read(wait=True)
         steps, (min_steps, min_seconds, max_steps) = len(self._seconds), self.length
-        # With several ranks only the steps count, so that all ranks end at the same step.
+        # Ranks measure different times, so with several ranks only the number of steps counts.
         timed = self.ranks > 1 or sum(self._seconds[1:]) >= min_seconds or steps >= max_steps
         if steps >= min_steps and timed:
             self.peak = self.meter.read()
@@ -229,7 +229,7 @@ class Trials:
         ``initial`` is set.
         """
         with ExitStack() as stack:
-            if not gc.get_freeze_count():  # otherwise each collection visits all imported objects
+            if not gc.get_freeze_count():  # unfrozen, each collection visits all imported objects
                 gc.collect()
                 gc.freeze()
                 stack.callback(gc.unfreeze)

@@ -1,1 +1,1 @@
-"""Batches in parts that fit into memory, with the gradient of the whole batch."""
+"""Runs batches in parts that fit into memory, with the gradient of the whole batch."""

@@ -82,7 +82,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Run the batch and return its loss. Some optimizers call it several times per step."""
+        """Run the batch and return its loss. Some optimizers call this several times per step."""
         self._result = self.closure()
         return self._result.loss
 
@@ -124,7 +124,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             except OtherRankFailedError:
                 pass
             if result is None:
-                # Outside `except`: its traceback would hold the memory that must be freed.
+                # Outside `except`, where the traceback would keep the memory alive.
                 pieces = []
                 self._roll_back(versions, memory_error)
                 parts = self._next_parts(failed_samples, parts, memory_error)
@@ -151,7 +151,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
 
     def _first_parts(self) -> int:
         if isinstance(self._sizes, LearnedSizes) and not self._sizes.shapes:
-            return 1  # nothing was learned on any rank
+            return 1  # no rank has learned a size yet
         shape, elements = shape_of(self._batch)
         sizes = self._sizes
         size = sizes if isinstance(sizes, int) else sizes.size_for(shape, elements)
@@ -248,7 +248,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         loops = package_of(strategy).loops
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            # Only the last part reduces gradients. Under DDP with "auto", `last_backward` does it.
+            # Only the last part reduces gradients; under DDP with "auto", in `last_backward`.
             no_reduction = not accumulating and (self._ranks.reduces or not is_last)
             with loops.utilities._block_parallel_sync_behavior(strategy, no_reduction):
                 loss, extra = self._forward(piece, number)

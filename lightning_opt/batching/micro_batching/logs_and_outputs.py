@@ -56,7 +56,7 @@ class LogRecorder:
 
     def log(self, samples: Sequence[int], weights: Weights) -> None:
         """Log the merged values, and clear the recorded ones."""
-        # Lightning attributes logged values to the hook that is named here.
+        # Lightning attributes logged values to the hook in this attribute.
         with replaced(self._module, _current_fx_name="training_step"):
             for (name, _), calls in self._calls.items():
                 self._log(name, calls, samples, weights)

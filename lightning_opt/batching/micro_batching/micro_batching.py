@@ -51,7 +51,8 @@ class MicroBatching(RunCallback):
 
     Under DDP, all ranks roll a batch back together if one of them runs out of memory. Under FSDP2,
     a batch cannot be rolled back, so sizes are planned: the size of a shape begins with one sample
-    and grows as far as measured peaks allow. If memory runs out anyway, the run ends on all ranks.
+    and grows within the limit that measured peaks allow. If memory runs out anyway, the run ends on
+    all ranks.
 
     Logged when a size changes:
 

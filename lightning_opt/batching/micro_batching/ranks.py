@@ -46,7 +46,7 @@ class OtherRankFailedError(Exception):
 
 
 class Ranks:
-    """The ranks that run the same number of micro-batches. Without a group: a single process.
+    """The ranks that run the same number of micro-batches; a single process without a group.
 
     Attributes:
         reduces: Whether :meth:`last_backward` reduces gradients over ranks.
@@ -222,7 +222,7 @@ def _explain_errors() -> Iterator[None]:
 
 
 def _expect_backward(model: DistributedDataParallel, outputs: Any) -> None:
-    """Make DDP reduce gradients in the next backward pass, as DDP's own forward pass does."""
+    """Prepare DDP to reduce gradients in the next backward pass, as its forward pass would."""
     with replaced(model, require_backward_grad_sync=True):
         prepare_for_backward(model, outputs)
 
@@ -230,10 +230,10 @@ def _expect_backward(model: DistributedDataParallel, outputs: Any) -> None:
 def reduce_gradients(model: DistributedDataParallel) -> None:
     """Reduce every ``Parameter.grad`` through DDP's reducer, with its communication hooks.
 
-    The reducer runs when autograd accumulates a gradient. So an extra backward pass adds zeros to
-    each gradient, from the last parameter to the first. The zeros take no memory. The parameters'
-    hooks have run already, so they are removed during this pass. The model's last forward and
-    backward passes must have run under ``no_sync``.
+    The reducer runs when autograd accumulates a gradient. Therefore an extra backward pass adds
+    zeros, which take no memory, to each gradient, from the last parameter to the first. The
+    parameters' hooks have run already, so they are removed during this pass. The model's last
+    forward and backward passes must have run under ``no_sync``.
     """
     parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
     if not parameters:

@@ -13,10 +13,10 @@ from lightning_opt.batching.peaks import LimitMeter
 log = logging.getLogger(__name__)
 
 MAX_WAIT_FACTOR = 64
-"""After repeated failures, growth is attempted every ``MAX_WAIT_FACTOR * regrow_every`` batches."""
+"""After repeated failures, sizes still grow every ``MAX_WAIT_FACTOR * regrow_every`` batches."""
 
 MAX_SHAPES = 256
-"""Maximum number of stored shapes. The shape that was changed longest ago is dropped."""
+"""Maximum number of stored shapes. Beyond it, the shape that changed longest ago is dropped."""
 
 MAX_EVENTS = 1000
 
@@ -24,7 +24,7 @@ TARGET_SHARE = 0.95
 """Share of the nearest memory limit that a planned size may take."""
 
 MAX_GROWTH = 2
-"""A planned size is at most this many times the measured one."""
+"""A planned size is at most this multiple of the measured size."""
 
 MEMORY_MARGIN = 1.25
 """Each additional sample is assumed to need this many times the measured memory per sample."""
