@@ -1,1 +1,1 @@
-"""Strategies that send less over the network, and what they are made of."""
+"""Strategies that send less over the network, and their compressors."""

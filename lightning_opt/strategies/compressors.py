@@ -191,7 +191,7 @@ class SparseCodec(Codec):
     def compress(self, residual: Tensor, gradient: Tensor, rest: Tensor, alpha: Tensor) -> Tensor:
         torch.addcmul(residual, gradient, alpha, out=rest)
         indices, values = self._select(rest)
-        finite = is_finite(values)  # the largest elements, so of all elements
+        finite = is_finite(values)  # if the largest elements are finite, all are
         if reads_are_free(rest.device) and not finite:
             write_count(self.message, 0)
             return finite
@@ -219,7 +219,7 @@ class ThresholdCodec(SparseCodec):
             indices, values = super()._select(flat)
             if bound is None:
                 bound = torch.zeros((), device=flat.device)
-            if isinstance(bound, Tensor):  # learned again after a step of zeros, NaN or infinities
+            if isinstance(bound, Tensor):  # learned again if 0, NaN or infinite
                 learned, valid = values.abs().topk(k).values[-1], (bound > 0) & (bound < math.inf)
                 bound = self.bound = torch.where(valid, bound, learned)
             return indices, torch.where(values.abs() < bound, 0.0, values)
@@ -295,7 +295,7 @@ class Selector:
     """
 
     def __init__(self, numel: int) -> None:
-        self.threshold = math.inf  # estimated anew in the first step, and after one with NaN
+        self.threshold = math.inf  # estimated in the first step, and again after a step with NaN
         self._last_kth = 0.0  # the k-th magnitude of the previous step
         self._margin = 0.97
         self._magnitude = np.empty(min(CHUNK_SIZE, numel), dtype=np.float32)
@@ -304,8 +304,8 @@ class Selector:
     def top(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the ``k`` largest elements of ``flat``.
 
-        Zeros are never returned, and no other element is larger than a returned one, NaN being the
-        largest. If the threshold of the previous step proves too high, fewer are returned, at least
+        Zeros are never returned. NaN counts as the largest value. If the threshold of the previous
+        step was too high, fewer than ``k`` elements are returned: still the largest, and at least
         half of ``k``.
 
         Args:
@@ -321,8 +321,8 @@ class Selector:
             self.threshold = sampled_threshold(flat, k) * self._margin
         indices, values = self.at_least(flat, self.threshold)
         if len(indices) < k // 2:
-            # The gradient has shrunk since the last step, or has few nonzero elements: all of them
-            # are candidates.
+            # The gradient has shrunk since the last step, or has few nonzero elements: make all
+            # nonzero elements candidates.
             indices, values = self.at_least(flat, TINY)
         surplus = len(indices) / k - 1.0
         if len(indices) <= k:
@@ -336,8 +336,8 @@ class Selector:
     def _set_next_threshold(self, kth: float, surplus: float) -> None:
         """Set the next step's threshold for a surplus of about one candidate in ten.
 
-        Too few candidates are then rare, and the surplus is cheap to sort. The growth of the
-        residual and of the k-th magnitude slows down, so only half of it is extrapolated.
+        With this surplus there are rarely too few candidates, and few to sort. The growth of the
+        residual and of the k-th magnitude slows down, so only its square root is extrapolated.
         """
         self._margin = min(max(self._margin * (1.005 if surplus > 0.1 else 0.99), 0.8), 0.995)
         growth = kth / self._last_kth if self._last_kth > 0 else 1.0

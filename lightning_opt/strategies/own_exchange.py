@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FutureType = TypeVar("FutureType")
 
 TAG = 23_063
-"""Tag of the messages, which those of a user are unlikely to have."""
+"""Tag of all messages. User code is unlikely to use the same one."""
 
 
 def all_to_all(rows: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -51,8 +51,8 @@ def start_all_to_all(
 class ExchangeThread:
     """Runs functions one after the other in a daemon thread.
 
-    Unlike an executor's thread, Python does not wait for it at exit. So an exception on one rank
-    ends its process, even if an exchange still waits for another rank.
+    Unlike for an executor's threads, Python does not wait for it at exit. So an exception on one
+    rank ends its process, even if an exchange still waits for another rank.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class ExchangeThread:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised where the result is read
                 future.set_exception(error)
-            del future, function  # and with them tensors of the model's size
+            del future, function  # they hold tensors of the model's size
 
 
 class OwnHookStrategy(BaseDDPStrategy):
-    """DDP that accepts no communication hook of the user.
+    """DDP that raises if the user gives a communication hook.
 
     Args:
         **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy`.
@@ -137,7 +137,7 @@ class OwnExchangeStrategy(CustomExchange, OwnHookStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint with the state of the exchange. All processes must call it."""
-        # A checkpoint of only weights cannot be resumed from.
+        # A checkpoint that contains only weights cannot be resumed.
         if "optimizer_states" in checkpoint and (state := self.state_to_save()) is not None:
             checkpoint[self.checkpoint_key] = state
         super().save_checkpoint(checkpoint, *args, **kwargs)

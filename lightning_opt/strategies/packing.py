@@ -1,9 +1,9 @@
-"""How tensors are split into pieces, checked, and packed into messages of bytes.
+"""Splits tensors into pieces, checks them, and packs them into messages of bytes.
 
 A message is one ``uint8`` tensor of fixed length, whatever was selected, so that a collective can
 be launched without exchanging sizes. It begins with a header of 16 bytes: the number of elements
-(int32), a flag (int32) and 8 bytes for alignment. Nothing here reads from a device: there a sparse
-message is always full, padded with zeros.
+(int32), a flag (int32) and 8 bytes for alignment. On a device a sparse message is always full,
+padded with zeros, so that it can be decoded without reading the number of elements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ a few calls."""
 HEADER_BYTES = 16
 
 NARROW_BLOCK, WIDE_BLOCK = 255, 32_767
-"""Elements per index block: its count and the offsets within it fit a uint8, or an int16."""
+"""Elements per index block, whose count and offsets fit a uint8 or an int16."""
 
 GROUP_SIZE = 128
 """Selected values that share one scale when they are sent as int8."""
@@ -125,7 +125,7 @@ class SparseLayout(Layout):
         self.numel, self.capacity = numel, capacity
         narrow = -(-numel // NARROW_BLOCK) + capacity
         wide = 2 * (-(-numel // WIDE_BLOCK) + capacity)
-        # Whichever takes fewer bytes.
+        # Use the block size that takes fewer bytes.
         self.block, index = NARROW_BLOCK, torch.uint8
         if wide < narrow:
             self.block, index = WIDE_BLOCK, torch.int16

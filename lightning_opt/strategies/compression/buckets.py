@@ -28,11 +28,11 @@ class Bucket(Residual):
     """The residual of one bucket, and the exchange of the bucket.
 
     Args:
-        committed: Flat, one value per element.
+        committed: The residual before the first step: flat, one value per element.
         parts: The slice of each parameter, by its name.
 
     Attributes:
-        parts: See above.
+        parts: The slice of each parameter, by its name.
         exchange: Exchanges the bucket; None until it is first compressed.
         compressor: The compressor of ``exchange``.
         may_be_nonzero: Whether ``committed`` may have values other than 0.
@@ -61,7 +61,7 @@ class Bucket(Residual):
         return residual
 
     def send_all(self, residual: Tensor, gradient: Tensor, scale: Tensor) -> None:
-        """Add the residual to a gradient that is sent uncompressed."""
+        """Add the residual to a gradient that will be sent uncompressed."""
         gradient.add_(residual * scale)
         self.pending.zero_()
         self._sent_all = True
@@ -70,12 +70,12 @@ class Bucket(Residual):
         """Exclude parameters from the next :meth:`commit`, because their update was not applied.
 
         Args:
-            names: The parameters; those of other buckets are ignored.
+            names: The parameters. Parameters of other buckets are ignored.
             condition: Positive if the update was not applied, 0-dimensional; None for always.
         """
         names = [name for name in names if name in self.parts]
-        # Waits for a device only once, after the first uncompressed step: the host must check
-        # whether any residual is left.
+        # The host waits for a device only once, after the first uncompressed step, to check whether
+        # any residual is left.
         if condition is None or self._sent_all or reads_are_free(condition.device):
             if condition is None or condition > 0:
                 self._skipped_names.update(names)
@@ -99,7 +99,7 @@ class Bucket(Residual):
             self.exchange.commit()
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """Return the whole committed residual by parameter; views."""
+        """Return the committed residual by parameter, as views."""
         if self.exchange is not None:
             self.exchange.fold()
         return {name: self.committed[part] for name, part in self.parts.items()}
@@ -108,7 +108,7 @@ class Bucket(Residual):
 class Buckets:
     """All buckets of the current layout.
 
-    DDP rearranges its buckets after the first steps, and other settings give other layouts. The
+    DDP rearranges its buckets after the first steps, and a resumed run may have other buckets. The
     residuals move to the new buckets with their parameters.
 
     Attributes:
@@ -178,11 +178,11 @@ class Buckets:
 
 
 def clip_locally(gradient: Tensor, bound: Scalar, algorithm: str, world: int) -> None:
-    """Clip one rank's gradient before compression, in place; a non-finite one stays so.
+    """Clip one rank's gradient before compression, in place. Non-finite gradients stay non-finite.
 
     Without clipping, an outlier would leak out of the residual for many steps. Nothing is read
     from a device. If the gradients of ``world`` ranks are independent and each has a norm of at
-    most ``bound / sqrt(world)``, the norm of their sum is about ``bound`` at most.
+    most ``bound / sqrt(world)``, the norm of their sum is at most about ``bound``.
 
     Args:
         gradient: A bucket, flat.

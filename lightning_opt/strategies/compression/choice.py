@@ -1,4 +1,4 @@
-"""Chooses each step's scheme: the ramp of Top-K, and the trials of ``ddp_compressed``."""
+"""Chooses the scheme of each step: Top-K's ramp, and the trials of ``ddp_compressed``."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ TIMED_STEPS = 6
 """Timed steps of each trial."""
 
 MIN_SAVING = 0.1
-"""A harsher scheme must save this share of a step, or the gentler one is chosen."""
+"""A scheme is chosen over a less compressed one only if it saves this share of a step."""
 
 MIN_SAVING_LATE = 0.25
-"""Minimum saving of a scheme that sends most elements late: lateness costs a tenth of the steps."""
+"""The same for a scheme that sends most elements late, which costs about a tenth of the steps."""
 
 RAMP_FACTOR = 4
-"""Each stage of a ramp sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
+"""Factor by which each stage of a ramp sends fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
 
 MAX_RAMP = 30
 """Longest default ramp, as a multiple of ``1 / ratio`` steps: 3,000 steps for 1%."""
 
 
 class Ramp:
-    """The first compressed steps, in which Top-K sends more elements than it will later.
+    """The first compressed steps, in which Top-K sends more elements than later.
 
     Args:
         final: The compressor after the ramp.
         steps: Length of the ramp; None for half of the run, up to a maximum.
 
     Attributes:
-        stages: The compressors before ``final``, the gentlest first; none unless it is Top-K.
+        stages: The compressors before ``final``, the least compressed first; empty unless ``final``
+            is Top-K.
         taken: Number of steps taken.
 
     Example:
@@ -81,15 +82,15 @@ class Ramp:
 class AutoChoice:
     """Tries each scheme for a few steps, and chooses one.
 
-    The slowest rank's step times count, so all ranks choose alike.
+    The step times of the slowest rank count, so that all ranks make the same choice.
 
     Args:
-        schemes: The schemes, the least compressed first: None, for uncompressed.
+        schemes: The schemes, the least compressed first. The first is None, for uncompressed.
         warmup_steps: Uncompressed backward passes before the first trial.
         device: Device of the gradients. Until the choice, each timed step waits for it.
 
     Attributes:
-        schemes: See above.
+        schemes: The schemes that may be chosen.
         choice: Index of the chosen scheme; None before the choice.
     """
 
@@ -103,7 +104,7 @@ class AutoChoice:
         """Restore the choice of a checkpoint by its :attr:`name`; None to choose."""
         names = [name_of(scheme) for scheme in self.schemes]
         self.choice = names.index(name) if name in names else None
-        self._place = -1 - self._warmup_steps  # of the latest backward pass; trials start at 0
+        self._place = -1 - self._warmup_steps  # number of the latest step; trials start at 0
         self._step_start = 0.0
         self._seconds: dict[int, list[float]] = defaultdict(list)  # of the steps of each trial
         self._medians: list[float] = []
@@ -113,7 +114,7 @@ class AutoChoice:
         return None if self.choice is None else name_of(self.schemes[self.choice])
 
     def begin_step(self) -> Scheme:
-        """Return the scheme of a step. Called at its first bucket."""
+        """Start a step and return its scheme. Called at the step's first bucket."""
         if self.choice is None:
             trial = self._begin_trial_step()
             if trial < len(self.schemes):

@@ -30,8 +30,9 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
 
     For networks that are slow relative to the model: 1 to 10 Gbit/s between machines. The unsent
     rest of a gradient (the residual) stays on the rank and is added to the next step's gradient
-    (error feedback), so nothing is lost, only late. All replicas stay bit-identical. It works with
-    gloo on CPUs and NCCL on GPUs, accumulation, mixed precision and several optimizers.
+    (error feedback), so nothing is lost, but some of it is sent late. All replicas stay
+    bit-identical. It works with gloo on CPUs and NCCL on GPUs, accumulation, mixed precision and
+    several optimizers.
 
     A named compressor is always used. ``"auto"`` tries each scheme for 8 steps after the warm-up,
     and chooses once: uncompressed, bfloat16, int8, int4 or, if all optimizers are SGD and nothing
@@ -39,7 +40,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     beats by 10% of a step (Top-K: 25%). The choice is logged, :meth:`describe` returns the step
     times, and a resumed run keeps the choice.
 
-    If a guard or a loss scaler skips a step, the residual stays as before it. If any rank's
+    If a guard or a loss scaler skips a step, the residual does not change. If any rank's
     gradient has a NaN or an infinity, all ranks get NaN for the whole bucket, so all of them skip
     the step.
 
@@ -206,7 +207,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             clip_locally(gradient, scale * bound, algorithm or "norm", self.world_size)
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Record whether the optimizer that has just stepped applied any gradient."""
+        """Record whether the optimizer's step applied any gradient."""
         parameters = parameters_of(optimizer)
         self._updated = any(parameter.grad is not None for parameter in parameters)
         # Fused optimizers skip the update if `found_inf` is positive.

@@ -28,7 +28,7 @@ from lightning_opt.strategies.compressors import Codec, Compressor, Quantize
 from lightning_opt.strategies.own_exchange import ExchangeThread, all_to_all, start_all_to_all
 from lightning_opt.strategies.packing import any_flag, read_count, write_flag
 
-# Torch 2.13 renamed it, and warns about the old name.
+# torch 2.13 has renamed this function, and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -60,7 +60,7 @@ class Residual:
         committed: The residual before the current step, flat.
 
     Attributes:
-        committed: See above.
+        committed: The residual before the current step.
         pending: The residual after the current step.
     """
 
@@ -101,7 +101,7 @@ class Exchange(ABC):
         """Launch the exchange of one step. On a GPU, the host does not wait.
 
         Args:
-            residual: Is added to the gradient. The unsent rest of their sum goes into
+            residual: The residual to add to the gradient. The unsent rest of the sum is written to
                 ``residual.pending``.
             gradient: This rank's bucket, flat. It is overwritten with the mean over ranks of the
                 sent values, or with NaN if any rank's gradient was not finite.
@@ -161,7 +161,7 @@ class GatherExchange(Exchange):
         self.skipped.zero_()
 
         def finish(arrived: Callable[[], object]) -> Tensor:
-            arrived()  # raises an error, such as that of a lost rank
+            arrived()  # raises if the exchange failed, for example because a rank was lost
             self.skipped.logical_or_(any_flag(gathered))
             zero_or_nan(gradient, self.skipped)
             for message in gathered:  # in rank order: bit-identical on all ranks
@@ -232,7 +232,7 @@ class TwoStageExchange(Exchange):
             work = dist.all_to_all_single(*tensors, group=self._group, async_op=True)
 
             def finish(first_stage: Future[list[Tensor]]) -> Tensor:
-                first_stage.value()  # raises its error
+                first_stage.value()  # raises if the first stage failed
                 return self._finish(gradient, scale)
 
             # torch calls `finish` now, on a stream that waits for the first stage.
@@ -244,7 +244,7 @@ class TwoStageExchange(Exchange):
             return self._finish(gradient, scale)
 
         future = Future()
-        return self._thread.submit(run, future)  # DDP raises an error in the backward pass
+        return self._thread.submit(run, future)  # DDP raises its errors in the backward pass
 
     def _finish(self, gradient: Tensor, scale: Tensor) -> Tensor:
         """Encode and gather the means of the shards, and decode them into the gradient.

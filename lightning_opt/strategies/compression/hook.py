@@ -94,7 +94,7 @@ class Traffic:
 
 @lru_cache(maxsize=1)
 def second_group(default_group: Any) -> Any:
-    """Return another group of all ranks. Later runs use the same group: none can be closed safely.
+    """Return a second group of all ranks. Later runs reuse it, because a group cannot safely close.
 
     Every rank must call this.
     """
@@ -149,7 +149,7 @@ class CompressedReduction:
         self._elements = 0  # in the latest step
         self._thread = ExchangeThread()
         self._own_group: dist.ProcessGroup | None = None
-        # The residual of the mean, in two stages, cannot exclude unused parameters.
+        # The two-stage exchange cannot exclude unused parameters from its residual of the mean.
         is_quantized = any(isinstance(scheme, Quantize) for scheme in schemes)
         if is_quantized and self._world > 2 and not may_skip:
             self._own_group = second_group(dist.group.WORLD)
@@ -170,7 +170,7 @@ class CompressedReduction:
         if bucket.index() == 0:
             self._begin_step()
         scheme = self._scheme
-        # Sparse gradients of embeddings are small. Complex ones come as pairs of real numbers.
+        # Sparse gradients of embeddings are small. Complex gradients are pairs of real numbers.
         if gradient.layout is not torch.strided or bucket.parameters()[0].is_complex():
             return all_reduce_mean(gradient)
         self._elements += gradient.numel()
@@ -257,7 +257,7 @@ class CompressedReduction:
         for names, bucket in self.buckets.current.items():
             if bucket.exchange is not None and bucket.exchange.bound is not None:
                 bounds[names[0]] = float(bucket.exchange.bound)
-        # Another bound, after a step of zeros or NaN, is learned again.
+        # A bound of 0, NaN or infinity, from a step of zeros or NaN, will be learned again.
         bounds = {name: bound for name, bound in bounds.items() if 0 < bound < torch.inf}
         parameters = {name: parameter for parameter, name in self._names.items()}
         residuals = self.buckets.averaged(parameters)

@@ -62,8 +62,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     ===================== =====================================================================
     ``comm/bytes``        bytes that this process sends per step, mean since the last report
-    ``comm/wait_s``       seconds per step that training waits for other replicas, likewise
-    ``diloco/drift``      L2 distance of this replica from the mean, when it last sent
+    ``comm/wait_s``       seconds per step that training waits for other replicas, also a mean
+    ``diloco/drift``      L2 distance between this replica and the mean, when it last sent
     ``diloco/outer_norm`` L2 norm of the latest mean pseudo-gradient
     ===================== =====================================================================
 
@@ -71,7 +71,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         sync_every: Optimizer steps per window, H in the papers.
         outer_lr: Learning rate of the outer steps. None for 1.0 if ``sync_every`` is at most 16,
             else 0.7: the best in benchmarks.
-        outer_momentum: Nesterov momentum of the outer steps. None for 0.0 or 0.8, likewise.
+        outer_momentum: Nesterov momentum of the outer steps. None for 0.0 if ``sync_every`` is at
+            most 16, else 0.8.
         fragments: Number of parts of the model that take turns.
         delay: Optimizer steps that the exchange of a fragment may take; 0 to wait for it.
         compression: ``"int8"``, ``"int4"`` or ``"float32"``: the format of sent pseudo-gradients.
@@ -82,7 +83,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
     Raises:
         ValueError: For arguments out of range, more fragments than ``sync_every``, or a ``delay``
             that is not shorter than the window; in ``setup`` for LBFGS, for sharded parameters,
-            lazy layers without weights, and a model of which nothing is trained; before the first
+            lazy layers without weights, and a model without trainable parameters; before the first
             step if processes have different numbers of batches.
         RuntimeError: At the next exchange or collective of Lightning, on all processes, if an
             ``IterableDataset`` ended on one replica while others still train.
@@ -163,12 +164,12 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             )
             trainer.callbacks.insert(0, first)
             self._undo.callback(trainer.callbacks.remove, first)
-            # Lightning broadcasts at every batch whether rank 0 has received a SIGTERM.
+            # At every batch Lightning broadcasts whether rank 0 has received a SIGTERM.
             loop = trainer.fit_loop.epoch_loop
             self._undo.enter_context(replaced(loop, _broadcast_sigterm_tensor=do_nothing))
 
     def on_train_start(self) -> None:
-        """Set the shared weights to those at the start of training."""
+        """Set the shared weights to the weights at the start of training."""
         super().on_train_start()
         if self._replicas is not None:
             may_end = self._may_end_early(self._module.trainer)
@@ -183,7 +184,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         self._resumed = None
 
     def _after_meeting(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a collective of Lightning, such as at the end of an epoch, if all replicas do."""
+        """Call one of Lightning's collectives, after checking that all replicas call one."""
         if self._replica is not None and not self._module.trainer.interrupted:
             self._replica.meet(COLLECTIVE)
         return collective(*args, **kwargs)

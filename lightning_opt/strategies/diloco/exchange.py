@@ -58,7 +58,7 @@ def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGro
 
     Args:
         processes: Processes per replica; they have consecutive ranks.
-        timeout: How long processes wait for each other.
+        timeout: Maximum time that processes wait for each other.
     """
     firsts = list(range(0, dist.get_world_size(), processes))
     leaders = dist.new_group(firsts, timeout=timeout)
@@ -70,8 +70,8 @@ def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGro
 
 
 Outcome: TypeAlias = tuple[Tensor | None, bool, int]
-"""The mean over the finite replicas, or None without any; whether this replica was finite; and the
-bytes that this process sent."""
+"""The mean over the finite replicas, or None if no replica is finite; whether this replica is
+finite; the bytes that this process sent."""
 
 
 def exchange(
@@ -103,7 +103,7 @@ def exchange(
 
 
 def raise_if_apart(place: float, replicas: Replicas, device: torch.device) -> None:
-    """Raise on all processes if replicas have reached different places. All must call it.
+    """Raise on all processes if replicas have reached different places. All must call this.
 
     Args:
         place: The step of an exchange, or a negative number for another meeting.
@@ -174,10 +174,10 @@ def _average_compressed(
             codec.decompress_add(message, total, share)
         own = codec.message = torch.zeros_like(sent[0])
         if num_finite:
-            # This replica's own values count as they are, and leave no rest.
+            # This replica's own values are added uncompressed, so they leave no rest.
             codec.compress(total, own_shard, total, residual.new_tensor(share * finite))
             own_shard.mul_(not finite)
-            # The unsent rest of the mean.
+            # Keep the unsent rest of the mean as a residual of this replica.
             own_shard.add_(total, alpha=count)
         write_flag(own, not num_finite)
         all_to_all(own.to(gathered.device).expand(count, -1), gathered, replicas.leaders)
@@ -217,8 +217,8 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, float]:
     """Return a weighted sum of each floating tensor, to detect changes. Waits for devices.
 
-    Each position has its own weight. So a permutation changes the sum too. NaN and infinity count
-    as numbers.
+    Each position has its own weight, so that a permutation changes the sum too. NaN and infinity
+    are replaced by fixed numbers.
     """
     sums, weights = [], cache(_position_weights)
     for tensor in tensors.values():
@@ -230,7 +230,7 @@ def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, float]:
 
 
 def _position_weights(count: int, dim: int, device: torch.device) -> Tensor:
-    """Return one weight per position. Products of few cosines are cheaper than many cosines."""
+    """Return one weight per position: products of two cosines, cheaper than one cosine each."""
     angles = torch.arange(1024 + count // 1024, dtype=torch.float64, device=device) + dim / 10
     return torch.outer(angles[1023:].cos(), angles[: min(count, 1024)].cos()).flatten()[:count]
 
@@ -238,9 +238,9 @@ def _position_weights(count: int, dim: int, device: torch.device) -> Tensor:
 def average_changed(tensors: Mapping[Key, Tensor], before: Mapping[Key, float]) -> None:
     """Average the tensors that have changed on any process since their ``checksums``.
 
-    Each element is averaged over the processes where it is finite; without any, it stays unchanged.
-    The mean is computed in float64, where the mean of equal numbers is exact. A tensor that does
-    not exist on every process in the same shape stays unchanged.
+    Each element is averaged over the processes where it is finite. It stays unchanged if there are
+    none. The mean is computed in float64, where the mean of equal numbers is exact. A tensor that
+    does not exist on every process in the same shape stays unchanged.
     """
     keys = _on_every_process(tensors)
     if not keys:

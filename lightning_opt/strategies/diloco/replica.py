@@ -35,7 +35,7 @@ from lightning_opt.strategies.own_exchange import ExchangeThread
 from lightning_opt.strategies.packing import chunks_of
 
 SYNCHRONIZATION, COLLECTIVE = -1, -2
-"""Where replicas meet, besides the exchange of a step, which has the step's number."""
+"""Places where replicas meet. An exchange's place is the number of its step instead."""
 
 
 class Fragment:
@@ -65,7 +65,7 @@ class Fragment:
         return [as_real(parameter.detach()) for parameter in self.parameters.values()]
 
     def parts(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each of :meth:`tensors` with its part of a flat tensor, in its shape."""
+        """Return pairs of each of :meth:`tensors` and its part of ``flat`` in the same shape."""
         tensors = self.tensors()
         pieces = flat.split([tensor.numel() for tensor in tensors])
         return [(one, piece.view(one.shape)) for one, piece in zip(tensors, pieces, strict=True)]
@@ -81,7 +81,7 @@ class Fragment:
         outer_parts = [part for _, part in self.parts(self.outer)]
         pairs = zip(self.parts(self.pseudo_gradient), outer_parts, strict=True)
         for (parameter, difference), outer in pairs:
-            # Rounded like the replica's weights, so that unchanged weights give 0.
+            # Round `outer` like the replica's weights, so that unchanged weights give 0.
             rounded = outer.to(parameter.dtype).to(outer.dtype)
             torch.sub(rounded, parameter, out=difference)
         return self.pseudo_gradient
@@ -95,7 +95,7 @@ class Fragment:
             momentum: 0 for none; the momentum buffer then stays unchanged.
 
         Returns:
-            The norm of ``mean``, and that of its difference from this replica's pseudo-gradient.
+            The norm of ``mean``, and the norm of this replica's pseudo-gradient minus ``mean``.
         """
         own = mean if self.pseudo_gradient is None else self.pseudo_gradient
         norms = []
@@ -104,7 +104,7 @@ class Fragment:
             difference = own[chunk] - update
             norms.append(torch.stack([norm(update), norm(difference)]))
             if momentum:
-                # No `alpha`: whether a product is rounded before the sum depends on the CPU.
+                # Not `add_(..., alpha=)`: some CPUs round the product before the sum, others not.
                 buffer = self.momentum[chunk].mul_(momentum).add_(update)
                 update = torch.mul(buffer, momentum, out=difference).add_(update)
             update = torch.mul(update, lr, out=difference)
@@ -213,9 +213,9 @@ class Replica:
                 part.copy_(momentum[name])
 
     def _tensors(self) -> dict[Key, Tensor]:
-        """Return all floating or complex tensors by name and shape, as real numbers; views.
+        """Return all floating or complex tensors by name and shape, as views of real numbers.
 
-        A model may assign new buffers.
+        Called each time, because a model may assign new buffers.
         """
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         real = ((name, as_real(one.detach())) for name, one in named)
@@ -284,7 +284,7 @@ class Replica:
             if is_valid:
                 self._norms[number] = norms
         if not finite:
-            self.reset()  # a NaN in one fragment spreads to all within a step or two
+            self.reset()  # all fragments, because a NaN spreads within a step or two
         elif is_valid and plan.delay and not average:
             fragment.shift()
         else:
@@ -292,7 +292,7 @@ class Replica:
         fragment.pseudo_gradient = None
 
     def meet(self, place: int) -> None:
-        """Raise on all processes, instead of a wait, if a replica ran out of data before others."""
+        """Raise on all processes, instead of hanging, if a replica has run out of data earlier."""
         if self._may_end:
             device = message_device(self._fragments[0].outer)
             run = partial(raise_if_apart, place, self._replicas, device)
