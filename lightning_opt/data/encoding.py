@@ -13,7 +13,7 @@ from torch import Tensor
 Policy: TypeAlias = Literal["lru", "keep"]
 
 MISSING: Final = object()
-"""Stands for an item that is not stored."""
+"""Returned instead of an item that is not stored."""
 
 
 def encode(item: Any) -> bytes:
@@ -45,7 +45,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def digest(*parts: Any) -> bytes:
-    """Return a hash of ``parts`` of 16 bytes. Values with equal encodings have equal hashes."""
+    """Return a 16-byte hash of ``parts``. Values with equal encodings have equal hashes."""
     hashed = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = encode(part)

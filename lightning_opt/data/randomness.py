@@ -26,8 +26,8 @@ def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
     draw from one of these generators, even if the item stays the same, or an item that differs
     between fetches. Rare draws from the dataset's own generator can be missed.
 
-    The global generators, and the attributes of ``dataset`` and the datasets inside it, are
-    restored.
+    The global generators are restored, and the attributes of ``dataset`` and of the datasets inside
+    it.
 
     Args:
         dataset: A map-style dataset.
@@ -85,6 +85,7 @@ def attributes_restored(dataset: Any) -> Iterator[None]:
 
 
 def wrapped(dataset: Any) -> list[Any]:
+    """Return a dataset and the datasets inside it."""
     found: list[Any] = []
     queue = [dataset]
     while queue:

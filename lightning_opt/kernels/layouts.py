@@ -23,5 +23,5 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the values fill their memory without gaps or overlaps, in any order."""
-    # torch keeps the memory order only of such tensors.
+    # `empty_like` keeps the memory order only of such tensors.
     return same_layout(empty_like(tensor.detach(), device="meta"), tensor)

@@ -83,7 +83,7 @@ class CachedDataset(Caching, Dataset[Any]):
             self._raise_if_items_differ()
 
     def _raise_if_items_differ(self) -> None:
-        """Compare some items with those stored under this key, and store them if there are none."""
+        """Compare some items with the stored ones; store the items that are not stored yet."""
         with attributes_restored(self.dataset):
             for index in _probes(self.dataset):
                 encoded = encode(self.dataset[index])
@@ -104,7 +104,7 @@ class CachedDataset(Caching, Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the items of a batch; missing ones are fetched together if the dataset can."""
+        """Return the items of a batch. Missing items are fetched in one call if the dataset can."""
         names = [_name(index) for index in indices]
         items = [self._look_up(name) for name in names]
         missing = [position for position, item in enumerate(items) if item is MISSING]

@@ -10,7 +10,7 @@ from lightning_opt.data.cache.caching import Caching, Storage
 from lightning_opt.data.encoding import MISSING, Policy, decode, digest, encode
 
 
-class cached(Caching):  # noqa: N801 - called as a function is
+class cached(Caching):  # noqa: N801 - it is called like a function
     """Cache the results of a function within a byte limit, such as distances of pairs.
 
     Arguments are compared by type and value, tensors and arrays too: ``f(1)`` and ``f(1.0)`` are
@@ -20,7 +20,7 @@ class cached(Caching):  # noqa: N801 - called as a function is
         fn: A function that depends only on its arguments. To send the cached function to spawned
             workers, assign it to a different name.
         max_bytes: The limit on all cached results.
-        symmetric: ``fn(a, b)`` equals ``fn(b, a)``: compute only one of them.
+        symmetric: Whether ``fn(a, b)`` equals ``fn(b, a)``, so that only one is computed.
         policy: See :class:`CachedDataset`.
         storage: See :class:`CachedDataset`.
         key: See :class:`CachedDataset`, with the function's name instead of the class's.

@@ -56,10 +56,10 @@ class Caching:
 
         Args:
             max_bytes: See :class:`~lightning_opt.CachedDataset`.
-            policy: Likewise.
-            storage: Likewise.
-            key: Likewise.
-            folder: Likewise.
+            policy: The same.
+            storage: The same.
+            key: The same.
+            folder: The same.
             name: Name of the dataset's class or of the function. On disk, items are found only
                 under the same key and name.
         """
@@ -88,8 +88,8 @@ class Caching:
                 raise ValueError('key= and folder= need storage="disk", got storage="memory".')
             self._store = Store(memory_folder(max_bytes, self), max_bytes, policy)
         self._storage = storage
-        # One row per process, so no lock is needed. Workers of a DataLoader, forked or spawned,
-        # share this memory; a pickled copy counts separately.
+        # One row per process, so that no lock is needed. A DataLoader's workers, forked or spawned,
+        # share this memory. Other pickled copies count separately.
         self._counts = torch.zeros(COUNTER_ROWS, len(COUNTERS), dtype=torch.int64).share_memory_()
 
     def _count(self, counter: int, number: int) -> None:
@@ -130,7 +130,7 @@ def check_private(folder: Path) -> None:
     """Create ``folder`` if needed, and raise if other users could write items to it.
 
     Items are pickles, so a user who writes them can run code in the process that reads them. Root
-    may use the folders of all users, because containers usually run as root and mount folders.
+    may use other users' folders, because containers usually run as root and mount them.
 
     Raises:
         ValueError: If the folder belongs to another user, or if everybody may write to it.
@@ -156,7 +156,7 @@ def memory_folder(max_bytes: int, owner: object) -> Path:
     """Create a private folder in memory that is removed together with ``owner``."""
     root = Path("/dev/shm")
     if not os.access(root, os.W_OK):
-        root = Path(tempfile.gettempdir())  # the system keeps its files in memory while it can
+        root = Path(tempfile.gettempdir())  # the system caches its files in memory if it can
     _remove_leftovers(root)
     free = shutil.disk_usage(root).free
     if max_bytes > free:
@@ -168,7 +168,7 @@ def memory_folder(max_bytes: int, owner: object) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=MEMORY_PREFIX, dir=root))
     lock = (folder / "new lock").open("wb")
     _lock(lock)
-    # Other processes look for this name, so it appears only after the lock is taken.
+    # Other processes look for `lock`, so the file gets this name only after it is locked.
     (folder / "new lock").rename(folder / "lock")
     weakref.finalize(owner, _remove, folder, os.getpid(), lock)
     return folder

@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 NETWORK_FILE_SYSTEMS = ("9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "smb")
 
 MAX_READERS = 2048
-"""Processes that may use one file at a time."""
+"""Maximum number of processes that use one file at the same time."""
 
 ITEM, USE, ORDER = b"0", b"1", b"2"
 """Key prefixes. ITEM + name: the item; USE + name: its use number; ORDER + use number: its name."""
 
 TREE_PAGES = 3
-"""Pages by which the tree may grow with one item."""
+"""Maximum number of pages by which LMDB's tree grows with one item."""
 
 GROWTH_BYTES = 64 * PAGESIZE
 """Bytes added to the file when its free pages are too few to write even one eviction."""
@@ -40,7 +40,7 @@ MAX_EVICTIONS = 4
 
 _lock = threading.RLock()
 _environments: dict[Path, lmdb.Environment] = {}
-"""The open environments of this process. LMDB allows one per file, and none inherited by a fork."""
+"""The open environments of this process. LMDB allows one per file. Forks must not inherit them."""
 
 
 def _close_before_fork() -> None:
@@ -65,8 +65,8 @@ def close(folder: Path) -> None:
 class Store:
     """Stores encoded items by name in an LMDB file, in pages that take at most ``max_bytes``.
 
-    LMDB locks the file between processes and never overwrites pages in use, so a process or a
-    machine that stops at any time leaves every stored item complete. The file may be larger than
+    LMDB locks the file between processes and never overwrites pages in use. So stored items stay
+    complete even if a process or the machine stops at any time. The file may be larger than
     ``max_bytes`` by an eighth and 4 MB, for pages that are being replaced.
 
     Args:
@@ -103,8 +103,8 @@ class Store:
             environment = _environments[self.folder] = lmdb.open(
                 str(self.folder),
                 map_size=self.max_bytes + self.max_bytes // 8 + (4 << 20),
-                # Items are flushed at each commit, and the commit itself with the next one: a power
-                # failure can undo the last commit, and damages nothing.
+                # A commit flushes its items; the next commit flushes its metadata. So a power
+                # failure can undo the last commit, but it damages nothing.
                 sync=True,
                 metasync=False,
                 mode=0o700,
@@ -145,7 +145,7 @@ class Store:
         return item
 
     def put(self, items: Mapping[str, bytes]) -> int:
-        """Store encoded items if there is room, and return how many others were evicted.
+        """Store encoded items if there is room, and return the number of evicted items.
 
         A batch is one transaction, so it waits for the disk once. A batch that is large compared
         with the cache is stored item by item: a transaction needs free pages of its own size.
@@ -161,7 +161,7 @@ class Store:
             return 0
 
     def _put_group(self, items: Mapping[str, bytes]) -> int:
-        if self.policy == "keep":  # do not wait for other writers if the file is full
+        if self.policy == "keep":  # a full file needs no write lock, so check before waiting for it
             room = self.max_bytes - self.statistics()["bytes"]
             items = {name: data for name, data in items.items() if size_of(data) <= room}
         evicted = 0

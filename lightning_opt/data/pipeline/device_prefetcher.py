@@ -31,8 +31,9 @@ class DevicePrefetcher(RunCallback):
     step ends with reading a value from the device (``loss.item()``), nothing overlaps.
 
     On other devices, and for a model or data module with its own ``transfer_batch_to_device``, it
-    does nothing, and logs a message. A batch with anything other than tensors and plain values is
-    copied as usual, because memory of hidden tensors could be reused too early.
+    does nothing, and logs a message. A batch with objects other than tensors and plain values is
+    copied as usual: tensors hidden in an object cannot be protected from early reuse of their
+    memory.
 
     Raises:
         ValueError: In ``setup`` for a second instance.
@@ -106,6 +107,6 @@ class DevicePrefetcher(RunCallback):
 
 
 def is_transparent(batch: Any) -> bool:
-    """Return whether every tensor inside ``batch`` can be found."""
+    """Return whether ``batch`` has only tensors and plain values, so that no tensor is hidden."""
     plain = (Tensor, str, bytes, bool, int, float, complex, type(None))
     return all(isinstance(leaf, plain) for leaf in leaves_of(batch))

@@ -69,7 +69,7 @@ def attributes_for(loader: DataLoader[Any], settings: LoaderSettings) -> dict[st
         "pin_memory": settings.pin,
         "persistent_workers": settings.persistent and settings.workers > 0,
         "timeout": loader.timeout if settings.workers else 0,  # torch allows it with workers only
-        # Silences torch's warning about more workers than CPUs: this number was measured.
+        # Silences torch's warning about more workers than CPUs: the number was chosen by measuring.
         "check_worker_number_rationality": do_nothing,
     }
 
@@ -91,7 +91,7 @@ def reason_to_skip(loader: Any) -> str | None:
 def _reason_to_skip_sampler(loader: DataLoader[Any]) -> str | None:
     """Return the reason why workers could change the order of a sampler, or None.
 
-    A loader with workers starts its sampler twice and runs it ahead.
+    A loader with workers calls ``iter`` on its sampler twice, and draws indices ahead of time.
     """
     sampler = loader._index_sampler
     sampler_copy = copied_sampler(loader)
@@ -169,8 +169,8 @@ def probe(
 ) -> tuple[float, float, Any]:
     """Measure the time of a batch without workers, in a separate process.
 
-    The main process never fetches an item, so its dataset keeps its state and has no open file when
-    workers are forked.
+    The main process must not fetch items: its dataset would change its state, and might have open
+    files when workers are forked.
 
     Args:
         loader: The loader.
@@ -178,8 +178,8 @@ def probe(
         timeout: Seconds to wait for the process.
 
     Returns:
-        Seconds to fetch and collate a batch; the share of this time in which the CPU was busy,
-        instead of waiting for example for a disk; the first batch.
+        Seconds to fetch and collate a batch; the share of this time in which the CPU was busy and
+        did not wait, for example for a disk; the first batch.
 
     Raises:
         Exception: If the dataset raises, or the process does not start or does not answer.
@@ -200,7 +200,7 @@ def probe(
 
 
 class _TimedFetches(Dataset[tuple[float, float, Any]]):
-    """A dataset whose only item is the result of :func:`probe`, measured where it is fetched."""
+    """A dataset whose only item is the result of :func:`probe`. The worker measures it."""
 
     def __init__(self, fetcher: Any, indices: list[Any]) -> None:
         self._fetcher, self._indices = fetcher, indices

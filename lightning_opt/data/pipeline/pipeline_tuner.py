@@ -278,7 +278,7 @@ class DataPipelineTuner(RunCallback):
         (seconds,) = largest_over_ranks([seconds], trainer.strategy.root_device)
         if math.isinf(seconds):
             return lambda batch: None, 0.0
-        if trainer.world_size > 1:  # ranks run unequal numbers of steps, so reductions would hang
+        if trainer.world_size > 1:  # ranks take unequal numbers of steps, so reductions would hang
             return lambda batch: time.sleep(seconds), seconds
         return step, seconds
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from lightning_opt.data.pipeline.loaders import LoaderSettings
 
 TRIVIAL_SECONDS = 2e-4
-"""Below these seconds per batch, workers are not tried: receiving a batch takes as long."""
+"""Workers are not tried for faster batches: receiving a batch from a worker takes as long."""
 
 MAX_WAIT = 0.03
-"""Up to this share of time spent waiting, the loader is not the bottleneck."""
+"""Maximum share of time spent waiting at which the loader is not the bottleneck."""
 
 MIN_GAIN = 0.03
 """Minimum gain of a better setting; less is noise."""
@@ -22,7 +22,7 @@ MIN_WORKER_GAIN = 0.05
 
 
 PREFETCH, LARGE_PREFETCH = 2, 4
-"""torch's ``prefetch_factor``, and one that is tried if the loader remains the bottleneck."""
+"""torch's default ``prefetch_factor``, and a larger one to try if the loader is the bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Search:
         return without_workers.settings
 
     def _try_numbers_of_workers(self, guess: int) -> None:
-        """Start with ``guess`` workers, double while it helps, then halve while that is free."""
+        """Try ``guess`` workers. Double them while that is faster, halve them while as fast."""
         start = workers = max(1, self.min_workers, min(self.max_workers, guess))
         best = self._try(self._with_workers(workers))
         while best and workers < self.max_workers and not self._is_enough():

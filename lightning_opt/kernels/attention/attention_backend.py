@@ -1,6 +1,6 @@
 """Reports the backend that torch uses for scaled dot-product attention.
 
-torch's own function selects the backend of a call; no attention is computed here.
+To find a call's backend, this file asks torch's own selection function, and computes no attention.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FUNCTION_NAME = "scaled_dot_product_attention"
 
 
 class AttentionBackend(RunCallback):
-    """Reports which attention backend torch uses, and warns of the slow one.
+    """Reports which attention backend torch uses, and warns if it is the slow one.
 
     ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, called
     backends, and silently uses the first that supports a call. A mask or a dropout that the fast
     backends do not support therefore costs speed and memory unnoticed. This callback records the
     calls of the first batch, and warns once if any of them uses the slow backend, math. Its
     :meth:`report` lists the backend of each kind of call, and the reasons why better backends are
-    not used. After the first batch it does not slow down a step.
+    not used. Later batches run at full speed.
 
     On a CPU, torch has flash and math. The calls of a compiled model are not recorded, because
     recording would compile it twice.
@@ -238,7 +238,7 @@ def _reason_not_used(
     if arguments[0].device.type == "cpu" and name != "flash":
         return "not for CPUs"
     (backend,) = (SDPBackend(number) for number, other in BACKENDS.items() if other == name)
-    # If no other backend is allowed, torch raises an error, and its reasons are warnings.
+    # With only this backend allowed, torch raises an error and gives its reasons as warnings.
     # (`torch.backends.cuda.can_use_flash_attention` prints them to the process's standard error.)
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(backend):
         warnings.simplefilter("always")

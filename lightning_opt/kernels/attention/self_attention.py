@@ -62,11 +62,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their positions, with cached cosines and sines.
 
-    The tables are buffers that follow the module from device to device and stay out of its
-    ``state_dict``. They are computed in float64, stored in float32 (in float64 if the
-    module is float64, but never in half precision), and cast to the dtype of the input. A longer
-    sequence makes them grow to the next power of two, outside of ``torch.compile`` graphs. Several
-    layers may share one instance.
+    The tables are buffers: they move with the module, but are not in its ``state_dict``. They are
+    computed in float64, stored in float32 (in float64 if the module is float64, never in half
+    precision), and cast to the dtype of the input. For a longer sequence they grow to the next
+    power of two, outside of ``torch.compile`` graphs. Several layers may share one instance.
 
     Args:
         dim: Number of features of a head; even.

@@ -34,7 +34,7 @@ CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
     5: (nn.Conv3d, nn.ConvTranspose3d),
 }
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-# Other layers that multiply matrices.
+# Other layers whose main work is matrix products.
 OTHER_MATMUL_LAYERS = (
     nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.ConvTranspose1d,
 )  # fmt: skip
@@ -99,7 +99,7 @@ class ChannelsLast(RunCallback):
             self._decide(False, "configure_model creates the layers, which are wrapped immediately")
 
     def _inspect(self, pl_module: pl.LightningModule) -> None:
-        """Decide by the layers, and convert."""
+        """Decide by the model's layers, and convert them."""
         self._convolutions = convolutions = Convolutions(pl_module)
         others = f"{convolutions.others} other layers that multiply"
         self._decide(
@@ -211,7 +211,7 @@ class Convolutions:
     def restore_saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Convert a ``state_dict`` of ``optimizer`` to the original layout of the weights.
 
-        Otherwise a run without this callback would load it in channels_last.
+        Otherwise a run without this callback would load the state in channels_last.
         """
         for group, live in zip(saved["param_groups"], optimizer.param_groups, strict=True):
             for key, weight in zip(group["params"], live["params"], strict=True):

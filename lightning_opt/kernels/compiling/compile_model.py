@@ -50,10 +50,10 @@ class CompileModel(RunCallback):
     ================================ ============================================================
     ``mode``                         modes that are tried, in this order
     ================================ ============================================================
-    ``"auto"``                       ``default``; the other modes may compile for minutes or
-                                     overwrite earlier outputs
+    ``"auto"``                       ``default``, because the other modes may compile for minutes
+                                     or overwrite earlier outputs
     ``"max-autotune"``               ``max-autotune``, ``reduce-overhead`` (on CUDA), ``default``
-    ``"max-autotune-no-cudagraphs"`` this one, ``default``
+    ``"max-autotune-no-cudagraphs"`` ``max-autotune-no-cudagraphs``, ``default``
     ``"reduce-overhead"``            ``reduce-overhead``, ``default``
     ``"default"``                    ``default``
     ================================ ============================================================
@@ -142,7 +142,7 @@ class CompileModel(RunCallback):
         """Discard the report and the warnings about another model."""
         self._reset()
 
-    # Runs after `on_fit_start`: the `forward` that other callbacks set there is compiled as well.
+    # Not in `on_fit_start`: there other callbacks set a `forward`, which must be compiled as well.
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace ``forward`` of the regions."""

@@ -110,9 +110,10 @@ class Region:
     def _copied_forward(self) -> Callable[..., Any]:
         """Return a copy of ``forward`` with its own code object.
 
-        torch stores compiled code and input sizes per code object and name: a copy keeps regions
-        separate. A ``forward`` defined in torch is called through a function of this file, because
-        torch would wrap all of them in one function with one recompilation limit.
+        torch stores compiled code and input sizes per code object and name, so regions with equal
+        code objects would share them. A ``forward`` defined in torch is called through a function
+        of this file, because torch would wrap all of them in one function with one recompilation
+        limit.
         """
         function: Any = type(self.forwards[0].module).forward if self.passes_module else _run
         if function.__module__.startswith("torch."):
@@ -202,7 +203,7 @@ class CompiledForward(ReplacedForward):
         try:
             return self._recover(problem, saved, versions, args, kwargs)
         finally:
-            del problem  # its traceback references this frame and the activations
+            del problem  # its traceback keeps this frame and the activations alive
 
     def _recover(
         self,

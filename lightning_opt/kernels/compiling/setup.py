@@ -1,4 +1,4 @@
-"""Selection of the modules to compile, their modes, and torch's settings while they run."""
+"""Selects the modules to compile and their modes, and sets torch's compiler configuration."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _block_regions(model: nn.Module, modes: Sequence[str], options: CompileOptio
     for block in find_blocks(model):
         name, module = block.name, block.modules[0]
         if len(block.modules) > 1:
-            # Repeated layers of a Sequential are compiled together, as that Sequential.
+            # Repeated layers of a Sequential are compiled together: compile the Sequential.
             name = name.rpartition(".")[0]
             module = _submodule(model, name)
         if _can_compile(module):
@@ -98,9 +98,9 @@ def compile_settings(regions: Sequence[Region], scope: str, trainer: pl.Trainer)
     """Set torch's compiler configuration while a stage runs.
 
     Backward graphs are compiled in the forward pass, where each rank can still recover from a
-    failure on its own. They overwrite no saved tensor in a model that may keep its graph for a
-    second backward pass. DDP's graph splitting is disabled for blocks, which are small already, and
-    for checkpointed modules, where it fails.
+    failure on its own. If the model may run a second backward pass through a graph, backward graphs
+    must not overwrite saved tensors. DDP's graph splitting is disabled for blocks, which are small
+    already, and for checkpointed modules, where it fails.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config

@@ -35,10 +35,10 @@ CHECKED_ATTRIBUTE = "_need_device_dtype_check_for_fused"
 class FusedOptimizer(RunCallback):
     """Switches optimizers to torch's fused implementation during the run.
 
-    A fused update makes one pass over parameter, gradient and state; the default makes one pass for
-    each operation. Adam, AdamW, SGD and Adagrad have a fused update, and so do subclasses that do
-    not override ``step``. A trial update shows whether it supports the parameters' device and
-    dtype. Other optimizers are not changed, and :meth:`report` contains the reason.
+    A fused update makes one pass over parameter, gradient and state; the default update makes one
+    pass for each operation. Adam, AdamW, SGD and Adagrad have a fused update, and so do subclasses
+    that do not override ``step``. A trial update shows whether it supports the parameters' device
+    and dtype. Other optimizers are not changed, and :meth:`report` contains the reason.
 
     Results are equal up to rounding.
 
@@ -147,8 +147,8 @@ def obstacle_to_fused(optimizer: Optimizer) -> str | None:
     if any(group.get("differentiable") for group in groups):
         return "differentiable=True"
     if base is SGD and any(group["momentum"] and group["dampening"] for group in groups):
-        # The first update has no dampening, and fused SGD assumes that all parameters of a group
-        # have their first update together.
+        # A parameter's first update is not dampened, and fused SGD assumes that all parameters of a
+        # group have their first update together.
         return "momentum with dampening"
     parameters = [parameter for group in groups for parameter in group["params"]]
     if len({getattr(parameter, "device_mesh", None) for parameter in parameters}) > 1:
@@ -188,8 +188,8 @@ def _has_fused_kernel(base: Callable[..., Optimizer], device: str, dtype: torch.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base([parameter], lr=0.5, fused=True).step()
-        return bool(parameter.item() < 0)  # waits for the device; cached
-    except (RuntimeError, TypeError, ValueError):  # the class depends on the torch version
+        return bool(parameter.item() < 0)  # waits for the device, but the result is cached
+    except (RuntimeError, TypeError, ValueError):  # the type depends on torch's version
         return False
 
 

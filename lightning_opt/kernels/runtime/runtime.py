@@ -33,9 +33,9 @@ class Runtime(RunCallback):
     Args:
         matmul_precision: ``"highest"``, ``"high"`` (TF32 on GPUs that have it) or ``"medium"``, for
             products of float32 matrices: see :func:`torch.set_float32_matmul_precision`.
-        cudnn_benchmark: Whether cuDNN times its kernels for each new shape of a convolution. That
-            pays if there are few shapes. Stays off if deterministic algorithms are requested, as
-            with ``Trainer(deterministic=True)``.
+        cudnn_benchmark: Whether cuDNN times its kernels for each new shape of a convolution. This
+            pays off if there are few shapes. It stays off if deterministic algorithms are
+            requested, as with ``Trainer(deterministic=True)``.
         allocator: ``"expandable_segments"`` lets CUDA's allocator grow segments, which reduces
             fragmentation if shapes vary. Linux and torch 2.9 or newer.
         threads: Threads of one operation on the CPU, at least 1.

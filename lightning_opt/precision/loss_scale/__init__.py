@@ -1,1 +1,1 @@
-"""Mixed precision in float16 with a loss scale that adapts."""
+"""Mixed precision in float16 with an adaptive loss scale."""

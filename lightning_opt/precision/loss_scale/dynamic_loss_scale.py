@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 COUNTS = ("skipped", "overflows", "stuck")
-"""Counts over a whole run."""
+"""Counters of the scaler over the whole run, which checkpoints contain."""
 
 
 class CountingScaler(torch.amp.GradScaler):
@@ -58,7 +58,7 @@ class CountingScaler(torch.amp.GradScaler):
 
     def record_loss(self, loss: Tensor) -> None:
         finite = torch.isfinite(loss.detach()).all()
-        loss_is_finite = bool(finite.item()) if reads_are_free(loss.device) else finite  # on a CPU
+        loss_is_finite = bool(finite.item()) if reads_are_free(loss.device) else finite
         self._finite = self._finite & loss_is_finite
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -107,32 +107,31 @@ class DynamicLossScale(BaseMixedPrecision):
     """Float16 mixed precision on CUDA and CPU, with a loss scale that is logged and configurable.
 
     float16 gradients below 6e-8 become zero. So the loss is multiplied by a large scale before the
-    backward pass, and gradients are divided by it before the update. If one of them is not finite,
+    backward pass, and gradients are divided by it before the update. If a gradient is not finite,
     the update is skipped and the scale is halved; after ``growth_interval`` updates in a row it is
     doubled. torch's ``GradScaler``, which ``Trainer(precision="16-mixed")`` uses, does the same.
-    Differences:
+    There are four differences:
 
     - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
     - The scale has a floor. A run with ``patience`` skipped updates in a row at the floor stops
       with an error.
-    - It logs its values, and schedulers do not step on skipped updates.
+    - It logs its values, and schedulers skip a step for each skipped update.
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
-    Lightning counts a skipped step in ``global_step``, and steps the schedulers of
-    ``interval="step"``. Here these schedulers wait. ``global_step`` still counts, since loggers,
-    checkpoints and ``max_steps`` depend on it.
+    Lightning counts a skipped update in ``global_step``, and steps the schedulers of
+    ``interval="step"``. Here these schedulers do not step. ``global_step`` still counts, since
+    loggers, checkpoints and ``max_steps`` depend on it.
 
     On an accelerator, the host does not wait for the device between reports. So a scheduler skips
-    its step two steps after the skipped update, and the error of a collapsed scale comes with the
-    next report.
+    its step two steps after the skipped update, and a collapsed scale raises at the next report.
 
     Logged every ``every_n_steps`` optimizer steps:
 
     ======================== ===================================================================
     ``loss_scale/scale``     the current scale
     ``loss_scale/skipped``   updates skipped so far
-    ``loss_scale/overflows`` skipped updates with a finite loss on this rank; in the others the loss
-                             itself was NaN or infinite
+    ``loss_scale/overflows`` skipped updates with a finite loss on this rank; in the other skipped
+                             updates the loss itself was NaN or infinite
     ======================== ===================================================================
 
     Args:
@@ -183,7 +182,7 @@ class DynamicLossScale(BaseMixedPrecision):
     def _reset(self) -> None:
         self.scaler = CountingScaler(self.device, **self._settings)
         self._steps = 0
-        self._skips_to_hold = 0  # skipped updates whose scheduler step was not skipped yet
+        self._skips_to_hold = 0  # skipped updates for which schedulers must still skip a step
         self._delayed: DelayedReads[None] = DelayedReads()
 
     def connect(
@@ -224,7 +223,7 @@ class DynamicLossScale(BaseMixedPrecision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Update or skip; count, log, and raise if the scale has collapsed."""
+        """Update or skip; count the result, log it, and raise if the scale has collapsed."""
         updates = self.scaler.updates
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         if self.scaler.updates == updates:
@@ -252,7 +251,7 @@ class DynamicLossScale(BaseMixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip gradients; those of a fused optimizer are unscaled first."""
+        """Clip gradients. Gradients of a fused optimizer are unscaled first."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
         if clip_val > 0 and optimizer_handles_unscaling(optimizer):
             state = self.scaler._per_optimizer_states[id(optimizer)]
