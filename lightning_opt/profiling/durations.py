@@ -1,4 +1,4 @@
-"""Durations, stored in bounded memory, and the throughput computed from them."""
+"""Durations in bounded memory, and the throughput computed from them."""
 
 from __future__ import annotations
 

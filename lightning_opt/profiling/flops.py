@@ -38,9 +38,10 @@ class FlopCount(TorchDispatchMode):
     """Counts matrix products, convolutions and attention in a ``with`` block, by torch's formulas.
 
     Unlike torch's ``FlopCounterMode`` it needs no hooks on modules, separates recomputation, counts
-    this process's part of a sharded product, and continues if a formula fails. A plain
-    backward pass disables gradients, so an operation in it with gradients enabled counts as
-    recomputation. With ``create_graph=True`` gradients are enabled, so the count is wrong.
+    this process's part of a sharded product, and continues if a formula fails. A plain backward
+    pass disables gradients, so an operation that runs in it with gradients enabled counts as
+    recomputation. With ``create_graph=True`` all its operations would be counted as recomputation,
+    which is wrong.
 
     Attributes:
         failures: The operators whose formula failed, with the error. They are not counted.
@@ -133,12 +134,12 @@ PEAKS = {
 }
 """Dense peaks in TFLOP/s for inputs in 16 bits, TF32 and float32, with sums in 32 bits.
 
-The words of a key are in the name of the GPU. More specific names come first. Lightning's own table
-(2.6) finds no H200, and takes an L40S for an L4.
+The first key whose words are all in the GPU's name is used, so more specific keys come first.
+Lightning's own table (2.6) lacks the H200, and confuses an L40S with an L4.
 """
 
 VARIANTS = {"SUPER", "TI", "LAPTOP", "MOBILE", "MAX", "MIG", "D"}
-"""Words in the names of GPUs, or of parts of GPUs, whose peaks are not in the table."""
+"""Words in the names of GPUs and GPU slices that the table does not contain."""
 
 
 def peak_flops(gpu: str, precision: str) -> float | None:
@@ -148,8 +149,8 @@ def peak_flops(gpu: str, precision: str) -> float | None:
 
     Args:
         gpu: The name of the GPU.
-        precision: The Trainer's precision. For ``"32-true"``, the peak is that of TF32 if torch may
-            use it.
+        precision: The Trainer's precision. ``"32-true"`` uses the peak of TF32 if torch may use
+            TF32.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16-mixed") / 1e12

@@ -1,4 +1,4 @@
-"""Times functions in turns."""
+"""Times functions in turns, and tests whether they differ."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightning_opt.profiling.comparing.compare import (
 )
 
 OFFSET = 0.005
-"""Assumed standard deviation of the constant difference between two equal functions in a process.
-Their memory has different addresses, which causes the difference."""
+"""Assumed standard deviation of the constant difference between two equal functions in a process,
+which is caused by the different addresses of their memory."""
 
 MAX_CALLS = 1 << 20
 
@@ -90,7 +90,7 @@ def benchmark(
             initialized one, else the CPU.
 
     Raises:
-        TypeError: If there is no function.
+        TypeError: If ``functions`` is neither a function nor a non-empty dict of functions.
         ValueError: If a number is out of range.
 
     Example:
@@ -143,7 +143,7 @@ def _named(functions: Any) -> dict[str, Callable[[], object]]:
 
 
 def _calls(function: Callable[[], object], seconds: float, device: torch.device) -> int:
-    """Find the number of calls that take ``seconds``. The shorter of two timings counts."""
+    """Find the number of calls that take ``seconds``, by the shorter of two timings."""
     calls = 1
     while calls < MAX_CALLS:
         taken = calls * min(time_calls(function, calls, device) for _ in range(2))

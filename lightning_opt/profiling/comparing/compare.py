@@ -24,9 +24,9 @@ MIN_TURN_SECONDS = 0.1
 """Minimum duration of a turn if ``steps`` is None."""
 
 OFFSET = 0.008
-"""Assumed standard deviation of log(ratio) for two equal runs, each in its own process. It was
-0.006 including noise in 100 comparisons of equal runs, with two starts each. To measure it again,
-run ``comparing_calibration.py``."""
+"""Assumed standard deviation of log(ratio) for two equal runs, each in its own process. In 100
+comparisons of equal runs with two starts each it was 0.006, including noise.
+``comparing_calibration.py`` measures it."""
 
 TOLERANCE = 0.01
 """Smaller differences count as no difference."""
@@ -223,8 +223,8 @@ def compare(
     A step is one batch. Its time runs from the end of the previous batch to its own end, so it
     includes data and callbacks. Validation and checkpoints are included only if the settings enable
     them. Loggers write nothing. Loader workers pause between turns, and the first step after a
-    pause is not timed. Ratios are computed from means of turns. Work that happens
-    every few steps is included. Work that is missing from most turns is not.
+    pause is not timed. Ratios are medians over turns of the turns' means. So work that happens
+    every few steps counts, but work that is missing from most turns does not.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path

@@ -43,16 +43,16 @@ HINTS: dict[str, str] = {
     "monitoring": "Give the Trainer a logger, such as CSVLogger or TensorBoardLogger.",
     "baseline": "compare(model, data, {'plain': {...}, 'mine': {...}}) measures both side by side.",
 }
-"""Advice by topic, used if the topic was not measured, and by most checks."""
+"""Advice by topic: for topics that were not measured, and for the checks of this file."""
 
 UNDONE_AFTER_TRAINING = ("optimizer", "compilation")
-"""Topics of settings that callbacks undo after training. The callback's verdict then replaces the
-check of the Trainer."""
+"""Topics of settings that callbacks undo after training. For these, a callback's verdict replaces
+the check of this file, which sees the Trainer after training."""
 
 SORT_ORDER: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
 
 MAX_USER_SEED = 2**32
-"""Seeds below this value are set by users. Seeds that torch draws by itself are larger."""
+"""Seeds below this value were set by the user. torch's own random seeds are larger."""
 
 NEARLY_FULL, HALF_EMPTY = 0.95, 0.5
 """Shares of available memory. Above the first, a run may soon run out of memory. Below the second,
@@ -261,10 +261,10 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
         return None
     # Check only this process's shards. A collective would hang if only some ranks call this.
     bad = nonfinite_names(dict(module.named_parameters()))
-    buffers = dict(module.named_buffers())  # infinite ones are usual, as in attention masks
+    buffers = dict(module.named_buffers())  # may be infinite, as attention masks are
     bad += [name for name in nonfinite_names(buffers) if local_part(buffers[name]).isnan().any()]
     if not bad:
-        return None  # only a guard can count bad steps
+        return None  # no "ok": finite weights do not show that all steps were finite
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     finding = f"{bad[0]}{more} of the model's tensors are NaN or infinite."
     advice = "Resume from a good checkpoint, and add NonFiniteGuard(policy='rollback')."

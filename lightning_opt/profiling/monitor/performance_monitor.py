@@ -41,7 +41,7 @@ CAUSES = (
 
 
 class PerformanceMonitor(RunCallback):
-    """Logs speed and use of the machine, and warns when the run slows down.
+    """Logs the speed of a run and its use of the machine, and warns when it slows down.
 
     A step lasts from the end of one batch to the end of the next, so waiting for data counts.
     Validation, the wait for an epoch's first batch and the first two steps do not count. On CUDA,
@@ -58,7 +58,7 @@ class PerformanceMonitor(RunCallback):
     ============================== ================================================================
     ``perf/step_seconds``          median of the steps since the last report
     ``perf/step_p95_seconds``      95th percentile of the same steps
-    ``perf/samples_per_second``    of all ranks, if their batches have the same size
+    ``perf/samples_per_second``    throughput of all ranks, if their batches have the same size
     ``perf/tokens_per_second``     the same for tokens, with ``tokens``
     ``perf/gpu_percent``           share of the time in which the GPU ran anything
     ``perf/gpu_memory_mb``         GPU memory used by all processes
@@ -194,7 +194,7 @@ class PerformanceMonitor(RunCallback):
         return window
 
     def _close_window(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return the values to log for the steps and samples since the last report."""
+        """Return the values to log for the steps and machine samples since the last report."""
         window = self._take_steps()
         start, self._window_start = self._window_start, trainer.global_step
         scalars = Record(self._take_samples()).means()
@@ -207,7 +207,7 @@ class PerformanceMonitor(RunCallback):
         return scalars
 
     def _take_samples(self) -> list[dict[str, float]]:
-        """Return the new samples, and add them to the record."""
+        """Return the machine's new samples, and add them to the record."""
         samples = self._sampler.take() if self._sampler is not None else []
         self.record.add(samples)
         return samples

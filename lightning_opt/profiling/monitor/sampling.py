@@ -28,7 +28,7 @@ MAX_SAMPLES = 4096
 """Maximum number of samples kept until the next report. The oldest samples are dropped."""
 
 JOIN_SECONDS = 5.0
-"""Maximum wait for the thread at the end of a run. The thread never ends if the driver hangs."""
+"""Maximum wait for the thread at the end of a run. If the driver hangs, the thread never ends."""
 
 THREAD_NAME = "lightning_opt.PerformanceMonitor"
 
@@ -60,7 +60,7 @@ def read_gpu(library: ModuleType, handle: Any) -> dict[str, float]:
 
 
 def find_gpu(device: torch.device) -> Callable[[], dict[str, float]] | None:
-    """Return a function that reads a GPU; None if this is no GPU or NVML does not list it.
+    """Return a function that reads a GPU; None if the device is not a GPU that NVML lists.
 
     CUDA and NVML number devices differently, so the device is identified by its UUID. A MIG slice
     is identified by its name in ``CUDA_VISIBLE_DEVICES``, because CUDA may report the UUID of the
@@ -114,7 +114,7 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            self._sample()  # CPU percent counts from here
+            self._sample()  # the first call of `cpu_percent` only starts its measurement
             while not self._ended.wait(self._seconds):
                 self._samples.append(self._sample())
         except Exception as error:  # noqa: BLE001 - a failed sample must not end the run

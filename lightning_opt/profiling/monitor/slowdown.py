@@ -24,7 +24,7 @@ LABELS = {
 }
 
 MIN_GPU_PERCENT = 70.0
-"""The verdict is ``look`` if the GPU is busy for a smaller percentage of the time."""
+"""Below this percentage of time in which the GPU is busy, the verdict is ``look``."""
 
 MIN_LOSSES = 8
 """Minimum number of losses for a verdict on their trend."""
@@ -36,8 +36,8 @@ MIN_BEFORE, MIN_AFTER = 10, 5
 """Minimum number of points before and after the start of a slowdown."""
 
 SIGNIFICANCE, MIN_STANDARD_ERRORS = 0.01, 5.0
-"""Significance level of trends, and the minimum drop in standard errors. The minimum is high,
-because every report repeats the test, and the residuals of the best fit underestimate the noise.
+"""Significance level of trends, and the minimum drop in standard errors. The minimum is high
+because the test is repeated at every report, and the best fit's residuals underestimate the noise.
 """
 
 
@@ -184,7 +184,7 @@ class Throughput:
 
 
 def _joined(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    # A point's step is its first step, so a slowdown is dated to its start.
+    # Keep the first step, so that the start of a slowdown is reported.
     return [first[0], first[1] + second[1], first[2] + second[2]]
 
 

@@ -76,7 +76,7 @@ def _tables(part: Any) -> list[Report]:
 
 
 def _pictures(trainer: pl.Trainer, folder: Path, images: bool) -> str:
-    """Draw in another process, so that no error and no lack of memory can end the training."""
+    """Draw in another process, so that an error or a lack of memory cannot end the training."""
     if find_spec("matplotlib") is None:
         return "<p>Pictures need matplotlib: pip install 'lightning-opt[plots]'</p>"
     script = Path(__file__).with_name("pictures.py")
@@ -119,6 +119,6 @@ class Page(str):
 
     __slots__ = ()
 
-    def _repr_html_(self) -> str:  # a frame keeps styles apart from the notebook's
+    def _repr_html_(self) -> str:  # a frame separates its styles from the notebook's
         style = "width:100%;height:80vh;border:0"
         return f'<iframe srcdoc="{escape(self)}" style="{style}"></iframe>'

@@ -51,7 +51,7 @@ class Panel(NamedTuple):
     Attributes:
         unit: The label of the y axis; empty for a heat map with one row per series.
         lines: Line style by key pattern.
-        bands: Label and colour of each stacked band, by key pattern. The first match counts.
+        bands: Label and colour of each stacked band, by key pattern. The first match is used.
     """
 
     unit: str
@@ -174,7 +174,7 @@ def _stack(axes: Axes, bands: Mapping[str, tuple[str, str]], data: Data) -> Any:
         row = next(row for row, pattern in enumerate(bands) if re.fullmatch(pattern, key))
         for step, value in points:
             sums[row, steps.index(step)] += value
-    drawn = np.hstack((sums[:, :1], sums))  # the first values also cover the steps before them
+    drawn = np.hstack((sums[:, :1], sums))  # repeat the first values at step 0
     shares, tops = sums.sum(1) / (sums.sum() or 1.0), drawn.cumsum(0)
     for row, (label, colour) in enumerate(bands.values()):
         if shares[row] > 0.005:
@@ -213,7 +213,7 @@ def to_svg(title: str, data: Data) -> str:
 
 def main(folder: Path, images: bool) -> None:
     """Read the data from standard input. Write ``pictures.html`` and, if asked, PNG images."""
-    with suppress(OSError):  # if memory runs out, the kernel kills this process, not training
+    with suppress(OSError):  # if memory runs out, the kernel must kill this process, not training
         Path("/proc/self/oom_score_adj").write_text("1000")
     data, figures = Data(*json.load(sys.stdin)), []
     for title in [title for title in PICTURES if data.panels(title)]:

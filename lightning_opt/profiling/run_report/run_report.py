@@ -43,8 +43,8 @@ OUT_OF_MEMORY = "MicroBatching('auto') splits a batch that does not fit into mem
 class RunReport(RunCallback):
     """Writes ``report.html``, one page about the run.
 
-    The page starts with one sentence about the run and the three findings of :func:`doctor` that
-    would help most. Pictures, the reports of all callbacks, and the setup follow. The page is one
+    The page starts with one sentence about the run and the three most useful findings of
+    :func:`doctor`. Pictures, the reports of all callbacks, and the setup follow. The page is one
     file that needs neither JavaScript nor a network. Rank 0 writes it into the loggers' folders, or
     into ``default_root_dir`` without them. It does so at the end, at an exception or Ctrl-C, and
     about every three minutes.
@@ -119,7 +119,7 @@ class RunReport(RunCallback):
                 self._history.add(f"validation/{name}", step, float(metrics[name]))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the final page. The other callbacks' ``on_train_end`` has run before."""
+        """Write the final page, after ``on_train_end`` of all callbacks."""
         state = "Finished"
         if trainer.should_stop:
             names = {type(callback).__name__ for callback in _callbacks_of(trainer)}
@@ -183,7 +183,7 @@ class RunReport(RunCallback):
         )
 
     def diagnose(self) -> list[Verdict]:
-        """Return the verdict on memory that ran out, if it did."""
+        """Return a verdict if memory ran out."""
         return self._failures
 
     def release(self, trainer: pl.Trainer) -> None:

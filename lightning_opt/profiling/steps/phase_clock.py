@@ -32,7 +32,7 @@ CALLBACK = "callback "
 """Prefix in the phase names of callbacks."""
 
 IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
-"""Numbers of actions that are not phases. ``IGNORED`` actions belong to the enclosing phase."""
+"""Numbers of actions that are not phases. ``IGNORED`` actions are part of the enclosing phase."""
 
 MAX_PHASES = 200
 """Maximum number of phases. Further callbacks, regions and actions count as ``other``."""
@@ -156,12 +156,12 @@ def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
 
 
 def _priority(phase: int) -> int:
-    """Return a phase's priority. An inner phase of lower priority is part of the outer phase."""
+    """Return a phase's priority. An inner phase of lower priority counts as the outer phase."""
     return _PRIORITIES.get(phase, int(phase >= len(NAMES)))
 
 
 HOST = -1
-"""Phase number of the device while the current phase runs only on the host."""
+"""The device clock's phase number while the current phase runs only on the host."""
 
 
 class DeviceClock:
@@ -235,7 +235,7 @@ class PhaseClock:
 
     Args:
         phases: The phases.
-        first: The default phase. Time outside all other phases is assigned to it.
+        first: The initial default phase, for time outside all other phases.
         device: A second clock, for the phases that run on the device. None without CUDA.
     """
 
@@ -272,7 +272,7 @@ class PhaseClock:
         """Leave the innermost phase with this key, and the phases inside it."""
         stack = self._stack
         if not stack or (stack[-1][1] != key and all(entry[1] != key for entry in stack)):
-            return  # the phase was entered before this clock started
+            return  # it was entered before this clock started
         self._add_elapsed()
         before, found = stack.pop()
         while found != key:

@@ -182,10 +182,10 @@ class StepProfiler(BaseProfiler):
     ============================== =============================================================
     ``time/<phase>_ms``            milliseconds per batch of each phase since the last report
     ``time/step_ms``               their sum, without validation and checkpoints
-    ``time/samples_per_second``    of this rank
-    ``time/tokens_per_second``     of this rank, with ``tokens``
+    ``time/samples_per_second``    throughput of this rank
+    ``time/tokens_per_second``     throughput of this rank, with ``tokens``
     ``time/flops_per_second``      FLOPs of the model, without recomputation
-    ``time/mfu``                   the same, as a share of the device's peak
+    ``time/mfu``                   ``time/flops_per_second`` as a share of the device's peak
     ============================== =============================================================
 
     Args:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_opt.profiling.steps.step_profiler import Measures, StepProfiler
 
 KEY = "lightning_opt/step_profiler/{}"
-"""In the store of the process group: this rank has a profiler."""
+"""Key in the process group's store. It is set if the rank has a profiler."""
 
 
 class StepRun:
@@ -48,7 +48,7 @@ class StepRun:
         self._flop_count: FlopCount | None = None
         self._step_open = False
         self._epoch_depth = 0
-        # A collective of all ranks would wait for those without a profiler. A store does not wait.
+        # A collective would wait for ranks without a profiler. Setting a key does not wait.
         self._store = dist.distributed_c10d._get_default_store() if self._has_ranks() else None
         if self._store is not None:
             self._store.set(KEY.format(dist.get_rank()), "")
@@ -75,7 +75,7 @@ class StepRun:
 
     def _resolve(self, action: str) -> int:
         phase = self.clock.phases.of(action, self.trainer)
-        if phase != phases.OTHER:  # caching names that never repeat would fill memory
+        if phase != phases.OTHER:  # such names may never repeat, and would fill the cache
             self._phase_of[action] = phase
         # Setup ends when an evaluation fetches its first batch.
         if phase == phases.DATA and self.clock.depth == 0:
@@ -93,7 +93,7 @@ class StepRun:
                 self._end_step()
             clock.enter(phases.DATA, action)
         elif phase == phases.BATCH:
-            if self._step_open:  # not ended by a fetch: `training_step` fetches batches itself
+            if self._step_open:  # no fetch has ended it: `training_step` fetches batches itself
                 self._end_step()
             self._start_batch(action)
         elif phase == phases.EPOCH:
@@ -243,7 +243,7 @@ class EpochHooks:
     Attributes:
         samples: Number of samples in the last training batch that was moved to the device.
         tokens: Number of tokens in that batch.
-        separates_forward: Whether the forward pass can be separated from the rest of
+        separates_forward: Whether the forward pass is timed separately from the other parts of
             ``training_step``.
     """
 
