@@ -83,7 +83,7 @@ def run_tune(argv: Sequence[str]) -> int:
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)  # fails before the search, not after it
     base, preset = job.trainer, chosen_preset(options.preset, options.without)
-    if preset is not None:  # measured runs have no logger by default
+    if preset is not None:  # like `RUN_DEFAULTS`, without a logger unless one is given
         base = preset.to_dict(**{"logger": False, **base})
     try:
         result = autotune(
@@ -157,7 +157,7 @@ def _configurations(parser: LightningArgumentParser, job: Job) -> dict[str, Sett
         raise UsageError(f"--without: no preset has {', '.join(sorted(unknown))}.")
     for name, preset in presets.items():
         chosen = preset.override(**dict.fromkeys(excluded & parts[name]))
-        # Called in the run's process, where the preset excludes unsuitable parts.
+        # Called in the run's process, which therefore decides which parts are unsuitable.
         configurations[name] = partial(preset_arguments, chosen, job.trainer)
     for path in split_names(options.against):
         if not Path(path).is_file():

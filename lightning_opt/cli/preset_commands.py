@@ -66,7 +66,7 @@ def fit_class(base: Any) -> Any:
 
         def _trainer_with_preset(self, **kwargs: Any) -> Any:
             config = self.config.fit
-            # Removed: a plain LightningCLI could not read a saved configuration with them.
+            # Remove them, because a plain LightningCLI cannot read a configuration that has them.
             name, without = config.pop("preset"), config.pop("without")
             preset = chosen_preset(name, without)
             if preset is None:

@@ -141,7 +141,7 @@ class Targets:
                 + ", ".join(f"{value}:{name}" for name in class_names(find_module(value)))
             )
         if ":" not in value or value.startswith("{"):
-            return [option, value]  # LightningCLI's own notation: an import path, a name, JSON
+            return [option, value]  # in LightningCLI's own notation: an import path, a name or JSON
         found, base, (place, _, name) = look_up(value), BASES[option], value.rpartition(":")
         if not (inspect.isclass(found) and issubclass(found, base)):
             raise UsageError(f"{value} is not a class that inherits from {base[0].__name__}.")

@@ -1,1 +1,1 @@
-"""Lists of callbacks and Trainer arguments that fit the machine, by name."""
+"""Named sets of callbacks and Trainer arguments that suit the machine."""

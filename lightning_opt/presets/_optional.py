@@ -1,4 +1,4 @@
-"""Variants of this package's callbacks for presets: they disable themselves on unsupported runs.
+"""Variants of this package's callbacks for presets, which remove themselves from unsupported runs.
 
 ``lightning_opt.presets._optional.MicroBatching`` is a subclass of ``lightning_opt.MicroBatching``
 that warns and removes itself where its parent would raise at the start of a run. Presets write

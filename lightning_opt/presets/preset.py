@@ -25,8 +25,8 @@ ORDER = (
     "Runtime", "Accumulation", "GradientHealth", "NonFiniteGuard", "CurvatureMonitor",
     "CurvaturePreconditioner", "AdaptiveClipping",
 )  # fmt: skip
-"""Callbacks whose order matters: process settings first, then callbacks that produce, measure,
-check and change gradients. All others follow."""
+"""Callbacks whose order matters: first process settings, then callbacks that accumulate, measure,
+check and change gradients. All other callbacks follow."""
 
 ARGUMENTS = set(inspect.signature(PACKAGES[0].Trainer).parameters) - {"callbacks"}
 """Arguments of the Trainer that a preset may set."""
@@ -39,11 +39,11 @@ Obstacle = Callable[[Situation], str | None]
 class Part:
     """A callback, or an argument of the Trainer, in a preset.
 
-    ``value`` holds the callback's settings, or the argument's value, or a function of the situation
-    that returns them. ``kind`` is the callback's class; None for an argument of the Trainer.
+    ``value`` is the callback's settings, the argument's value, or a function of the situation that
+    returns them. ``kind`` is the callback's class; None for an argument of the Trainer.
 
-    In the result of :meth:`choose`, ``reason`` is why the part is left out; None if it is used.
-    ``is_requested`` is True if the user names the part; its errors then stop the run.
+    In the result of :meth:`choose`, ``reason`` is the reason to leave the part out; None if it is
+    used. ``is_requested`` is True if the user named the part; its errors then stop the run.
     """
 
     name: str
@@ -224,15 +224,15 @@ class Preset:
         """Return arguments for the Trainer.
 
         Args:
-            more: Your own arguments, which override the preset's. Callbacks are added, or replace
-                those of the same class; then all are sorted into the required order.
+            more: Your own arguments, which override the preset's. Your callbacks are added, or
+                replace the preset's of the same class. Then all are sorted into the required order.
         """
         return {**self.arguments, **more, **join(self.choose(**more), Part.make, more)}
 
     def describe(self, **trainer: Any) -> Report:
         """Return a table with one row per part: whether it is used, its purpose, its cost.
 
-        For a part that is left out, the cost column holds the reason.
+        For a part that is left out, the cost column contains the reason.
 
         Args:
             trainer: Arguments that the Trainer will have, such as ``devices=4``.

@@ -91,7 +91,7 @@ def ultra() -> Preset:
               "splits a batch that runs out of memory into the largest parts that fit",
               "0.3 ms per step; BatchNorm sees one part at a time once a batch is split",
               _excluded_by_deepspeed)
-        # normalize="samples" would need batches whose length is known.
+        # normalize="samples" would need batches whose samples can be counted.
         .plus(Accumulation, {"normalize": "batches"},
               "averages accumulated gradients exactly, also in a short last window",
               "nothing measurable", _why_not_accumulation)
@@ -172,7 +172,7 @@ def preset_names() -> list[str]:
 
 
 # --- reasons to leave a part out ------------------------------------------------------------------
-# Callbacks check more in `setup`. If they raise there, they are left out with a warning.
+# Callbacks check more in their first hooks. If they raise there, they are left out with a warning.
 
 
 def _excluded_by_deepspeed(situation: Situation) -> str | None:

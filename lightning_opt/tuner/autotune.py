@@ -38,7 +38,7 @@ LIMITS = {"max_epochs": RUN_DEFAULTS["max_epochs"], "max_steps": -1, "max_time":
 """Limits for trials. They replace the user's limits."""
 
 BLOCK_SECONDS = 0.2
-"""Approximate duration of a block, the steps of one round of a trial."""
+"""Approximate duration of a block: the steps that each run takes in one round of a trial."""
 
 START_TIMEOUT = 300.0
 """Default timeout in seconds: a minimum for the baseline, usually a maximum for trials."""
@@ -64,9 +64,10 @@ def autotune(
     that add nothing to the combination are dropped. If a trial runs out of memory, hangs, dies or
     raises, the failure is recorded in the result and the search continues.
 
-    A trial is rejected if it does not learn the same. All trials start from equal weights and see
-    equal batches. The first gradient of each parameter must have the same direction as in the
-    baseline. Then the weights must move about as far, and the losses must stay near the baseline's.
+    A trial is rejected if it does not learn the same as the baseline. All trials start from equal
+    weights and see equal batches. The first gradient of each parameter must have the same direction
+    as in the baseline. Then the weights must move about as far, and the losses must stay near the
+    baseline's.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
@@ -79,7 +80,8 @@ def autotune(
         candidates: The switches to try; None for the tuner's own for the objective. A list replaces
             them: it contains names of the tuner's switches, and mappings from new names to Trainer
             arguments. A mapping changes them: a name with Trainer arguments adds a switch, a name
-            with True adds one of the tuner's for another objective, a name with None removes one.
+            with True adds a switch that the tuner tries only for another objective, a name with
+            None removes a switch.
         base: Trainer arguments of the baseline and of all trials.
         max_slowdown: For ``"memory"``: the maximum time of a step, as a multiple of the baseline's.
         timeout: Maximum seconds for the start of a trial and for each of its turns. By default a
@@ -91,7 +93,7 @@ def autotune(
         arguments, YAML and JSON.
 
     Raises:
-        FitFailed: If the baseline fails. Its traceback includes that of the training.
+        FitFailed: If the baseline fails. The traceback of the training is printed above it.
         RuntimeError: If called in a rank above 0 of a distributed run.
         TypeError: If model, data or base are not factories.
         ValueError: For invalid arguments.
@@ -234,7 +236,7 @@ class Tuning:
         return trial
 
     def _remeasure(self, search: Search) -> Switches:
-        """Measure the best configurations again in new processes. Return the best of all."""
+        """Measure the best configurations again in new processes. Return the winner."""
         repeated: set[Switches] = set()
         while (switches := search.next_to_remeasure(repeated)) is not None:
             try:

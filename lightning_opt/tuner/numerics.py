@@ -25,7 +25,7 @@ Gradients = Mapping[str, Tensor]
 
 MIN_COSINE = 0.7
 """Minimum cosine between two gradients of a parameter. Rounding to bfloat16 gives 0.95, even if
-most of the sum cancels out. An unrelated gradient gives 0, a negated gradient -1."""
+most terms of a sum cancel out. An unrelated gradient gives 0, a negated gradient -1."""
 
 MAX_LENGTH_RATIO = 1.5
 """Maximum ratio between the lengths of two gradients of a parameter."""
@@ -38,8 +38,8 @@ MAX_DISTANCE_STEPS = 64
 """Maximum number of steps after which the distances of the weights are compared."""
 
 MAX_DISTANCE_RATIO = 4.0
-"""Maximum ratio between the distances that the weights of two runs have moved. It is large: Adam
-normalises gradients, so rounding errors become full steps, and a loss scaler skips steps."""
+"""Maximum ratio between the distances that the weights of two runs have moved. It is large because
+Adam turns rounding errors into full steps, and a loss scaler skips steps."""
 
 MAX_LOSS_SHARE = 2e-2
 """Allowed difference in loss, as a share of the loss."""
@@ -77,8 +77,8 @@ def compare_gradients(
     """Compare the gradients of the first updates. Describe the first difference, or return "".
 
     Each parameter is compared at its first update with a finite, non-zero gradient. This is usually
-    the very first update, where the weights are equal. It is a later one if the parameter is behind
-    a layer initialised with zeros, or the loss scale is still too large.
+    the very first update, where the weights are equal. It is a later update if the parameter is
+    behind a layer initialised with zeros, or if the loss scale is still too large.
 
     Args:
         candidate: Gradients of the trial, one mapping per update.

@@ -147,7 +147,7 @@ class TrialWatch(BaseCallback):
         content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
         unfinished = self._file.with_suffix(".unfinished")
         torch.save(content, unfinished)
-        unfinished.replace(self._file)  # the tuner never reads half a file
+        unfinished.replace(self._file)  # so the tuner never reads a partial file
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -25,7 +25,7 @@ class TuneResult:
         space: The search space, with the switches that were tried.
         trials: All trials, the baseline first.
         switches: The switches to turn on; empty if nothing should change.
-        complete: Whether the search ended before its budget did.
+        complete: Whether the search ended before its budget ran out.
         machine: The machine and torch's version.
         seconds: Duration of the search.
     """
@@ -48,9 +48,9 @@ class TuneResult:
         """All trials, the best configuration first, then by time, rejected ones last.
 
         ============= ==========================================================================
-        ``time``      of a step, as a share of the baseline's, with its 90% interval
+        ``time``      time of a step, as a share of the baseline's, with its 90% interval
         ``memory``    peak memory, as a share of the baseline's
-        ``start s``   seconds of the first step minus those of a later one
+        ``start s``   seconds of the first step minus the seconds of a later step
         ============= ==========================================================================
         """
         best = self.best

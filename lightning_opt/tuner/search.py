@@ -58,7 +58,7 @@ class Trial:
         peak: Peak bytes, as in :attr:`TrainingProcess.peak_bytes`.
         peak_ratio: Peak bytes as a share of the baseline's.
         losses: The loss of each step.
-        startup: Seconds of the first step minus those of a later one, mostly compilation.
+        startup: Seconds of the first step minus the seconds of a later step: mostly compilation.
         cost: Seconds that the trial took.
         details: Traceback or output of a failure.
     """
@@ -150,7 +150,7 @@ class Objective:
         return Outcome(trial.peak_ratio, trial.peak_ratio * (1 + PEAK_NOISE))
 
 
-class TimeIsUp(Exception):  # noqa: N818 - it ends the search and is no error
+class TimeIsUp(Exception):  # noqa: N818 - it ends the search, and is not an error
     """Raised when the budget is too short for another trial."""
 
 
@@ -159,7 +159,7 @@ class Search:
     """Finds the best configuration, a set of switches that are on, with few trials.
 
     Each switch is tried alone. Then all switches that gain are combined, because most gains
-    multiply. Then each switch in ``late`` is tried together with those that gain. Finally, one
+    multiply. Then each switch in ``late`` is tried together with this combination. Finally, one
     switch of the best configuration is removed, added or replaced. This is repeated while the score
     improves.
 
@@ -205,7 +205,7 @@ class Search:
     def winner(self) -> Switches:
         """Return the best configuration whose gain is certain; empty if there is none.
 
-        Each switch has to gain ``MIN_GAIN``. So the simpler of two similar configurations wins.
+        Each switch must gain ``MIN_GAIN``, so that the simpler of two similar configurations wins.
         """
         penalised = {
             names: outcome.score * (1 + MIN_GAIN) ** len(names)

@@ -27,7 +27,7 @@ class Switch:
         kind: At most one switch of a kind can be on. Kind ``""`` has no such limit.
         settings: The Trainer arguments that it adds.
         about: A phrase that states its effect and its cost.
-        objective: By default it is tried only for this objective; ``""`` means for all.
+        objective: The only objective for which it is tried by default; ``""`` for all.
         unsuitable: The reason why it cannot help this model on this machine, or ``""``.
     """
 
@@ -49,7 +49,7 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 
 def built_in_switches(facts: Facts) -> list[Switch]:
     """Return all built-in switches, including unsuitable ones."""
-    # Each variable holds the reason why a switch is unsuitable, or "" if it is suitable.
+    # Each string is the reason why a switch is unsuitable, or "" if it is suitable.
     not_cuda = "" if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
     not_cpu = "" if facts.device == "cpu" else "the device is not a CPU"
     no_blocks = "" if facts.blocks else "the model has no repeated blocks"
@@ -64,7 +64,7 @@ def built_in_switches(facts: Facts) -> list[Switch]:
     single_thread = added("Runtime", threads=1, **only_threads)
     return [
         Switch("fused", "optimizer", added("FusedOptimizer"), "one kernel for all updates"),
-        # "always": the trial decides, not the kind of layers.
+        # "always", because the trial decides instead of the kinds of layers.
         Switch("channels_last", "layout", added("ChannelsLast", policy="always"),
                "convolutions in channels_last", "throughput", no_convolutions),
         Switch("tf32", "runtime", added("Runtime"),

@@ -22,17 +22,17 @@ PRECISE = 0.02
 """A trial ends when half the width of its interval is below this share of the ratio."""
 
 CLEAR = 0.2
-"""A trial also ends when half the width is below this share of the ratio's distance from 1."""
+"""A trial also ends when half the width is below this share of the distance of the ratio from 1."""
 
 TURN_SECONDS = 0.05
 """Duration of a turn on a CPU without loader workers. The scheduler favours one process for short
-periods. Turns of 150 ms are longer than these periods, and more than double the noise."""
+periods. Turns that are longer than these periods, such as 150 ms, more than double the noise."""
 
 MAX_STEPS_PER_BLOCK = 200
 """Maximum number of steps per block."""
 
 WARMUP_STEPS, WARMUP_SECONDS = 64, 1.0
-"""The baseline warms up for this many steps or seconds, because short steps are slow at first."""
+"""The baseline warms up for at most this many steps or seconds: short steps are slow at first."""
 
 NOISE_STEPS = 16
 """Steps of the run with different random numbers, which measures the noise of the losses."""
@@ -252,7 +252,7 @@ class Trials:
         return trial
 
     def _time(self, trial: Trial, run: Run) -> None:
-        # Starting may take twice as long as for the baseline, even if less budget is left.
+        # A start may take twice as long as the baseline's, even if less of the budget is left.
         deadline = max(self.deadline, time.monotonic() + 2 * self.baseline.startup)
         (first,) = run.advance(1, deadline)
         if not self._is_too_slow(trial, run, deadline):
