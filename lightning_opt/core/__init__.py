@@ -1,1 +1,1 @@
-"""Measurements and small numerics that every feature shares. Imports torch, never Lightning."""
+"""Measurements and numerics that all features share. Imports torch, never Lightning."""

@@ -62,11 +62,11 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def changed_arguments(part: object, resolved: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the constructor's arguments that differ from their defaults, as ``name=value, ...``.
 
-    Values are taken from attributes of the same name, as far as there are any.
+    Values are read from attributes of the same name, if they exist.
 
     Args:
         part: The object.
-        resolved: Values that stand for a default of None, by argument.
+        resolved: By argument, the value that replaces a default of None.
     """
     found = []
     for name, parameter in inspect.signature(type(part)).parameters.items():
@@ -74,6 +74,6 @@ def changed_arguments(part: object, resolved: Mapping[str, Any] = MappingProxyTy
         value = getattr(part, name, getattr(schedule, name, parameter.default))
         is_plain = isinstance(value, (bool, int, float, str))
         usual = parameter.default, resolved.get(name)
-        if is_plain and repr(value) not in map(repr, usual):  # 1 batch is not a share of 1.0
+        if is_plain and repr(value) not in map(repr, usual):  # `repr`, because 1 differs from 1.0
             found.append(f"{name}={value!r}")
     return ", ".join(found)

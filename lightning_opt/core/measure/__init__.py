@@ -1,1 +1,1 @@
-"""Memory, processors and devices: what the machine has and what a run takes of it."""
+"""Measures the memory, processors and devices of the machine, and their use by a run."""

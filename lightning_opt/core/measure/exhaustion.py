@@ -31,7 +31,7 @@ MIN_FREE_SHARE = 0.05
 """A device with a smaller share of free memory is almost full."""
 
 CAUGHT = (RuntimeError, MemoryError, OSError)
-"""The types of out-of-memory errors. Most errors of these types have other causes."""
+"""The types of out-of-memory errors, to be checked with :func:`is_out_of_memory`."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -59,7 +59,7 @@ def free_unused(device: torch.device) -> None:
 def recover_memory(device: torch.device) -> None:
     """Free unused memory after an out-of-memory error.
 
-    Call it outside ``except``, where the traceback keeps the memory of its frames alive.
+    Call it outside ``except``: inside, the traceback keeps the memory of its frames alive.
     """
     free_unused(device)
     if device.type == "cpu":

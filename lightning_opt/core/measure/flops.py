@@ -7,15 +7,15 @@ from typing import Any
 from torch.utils.flop_counter import flop_registry
 
 in_trial = False
-"""Whether a step runs that is not part of training, so its operations are not the run's."""
+"""Whether a trial step runs, whose operations must not be counted for the run."""
 
 
 def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the floating-point operations of one operator by torch's formulas, or 0.
 
-    Attention has one formula for every kernel: two products, and twice as many in the backward
-    pass. torch has no formula for the kernel of a CPU, adds the products that a fused kernel
-    repeats in its backward pass, and in older versions fails with grouped-query attention.
+    Attention has its own formula here: two products, and twice as many in the backward pass. torch
+    has none for the CPU's kernel, also counts the products that a fused kernel repeats in its
+    backward pass, and in older versions fails with grouped-query attention.
     """
     packet = getattr(func, "overloadpacket", None)
     if str(packet).startswith("aten._scaled_dot_product_"):

@@ -20,8 +20,8 @@ import torch
 log = logging.getLogger(__name__)
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16")
-"""Flags of x86 CPUs that multiply in bfloat16. Other CPUs convert each number, which takes
-13 times as long as float32."""
+"""Flags of x86 CPUs that multiply in bfloat16. Other CPUs convert each number, which makes products
+13 times as slow as in float32."""
 
 
 def allowed_cpus() -> list[int]:
@@ -54,8 +54,8 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 def cuda_capability(forks: bool = False) -> tuple[int, int] | None:
     """Return the lowest compute capability of the GPUs, or None without a GPU.
 
-    With ``forks`` it queries the driver, because forked processes cannot use CUDA if this process
-    has initialized it.
+    If ``forks``, it asks the driver instead of CUDA: forked processes cannot use CUDA after this
+    process has initialized it.
     """
     if forks and not torch.cuda.is_initialized():
         return lowest_capability()
@@ -115,8 +115,8 @@ def commit_of_folder() -> str:
 
 
 # --- the NVIDIA driver (NVML) ---------------------------------------------------------------------
-# Devices are found by UUID: NVML and CUDA number them differently under `CUDA_VISIBLE_DEVICES`, in
-# containers and with MIG.
+# Devices are found by UUID, because NVML and CUDA number them differently under
+# `CUDA_VISIBLE_DEVICES`, in containers and with MIG.
 
 
 @cache
@@ -180,7 +180,7 @@ MEMORY_FILES = (
 """Limit, use, and the statistic of inactive file caches in version 2 and in version 1."""
 
 NO_LIMIT = 1 << 60
-"""Version 1 reports "no limit" as a number of about 9.2e18."""
+"""Larger limits mean no limit: version 1 reports about 9.2e18."""
 
 
 def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
@@ -194,7 +194,7 @@ def _read_memory(folder: Path) -> tuple[int, int] | None:
         limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
         if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT:  # "max" is none
             statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
-            # The kernel drops inactive file caches before it kills a process, so they are free.
+            # The kernel drops inactive file caches before it kills a process: count them as free.
             return max(0, int(used) - int(statistics.get(inactive, 0))), int(limit)
     return None
 

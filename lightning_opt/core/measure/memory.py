@@ -26,7 +26,8 @@ MB = 2**20
 class Usage:
     """A memory limit and the bytes in use.
 
-    The source is ``"cuda:0"``, ``"system"``, ``"cgroup"`` or ``"address space"``.
+    The source is ``"cuda:0"``, ``"this process's share of cuda:0"``, ``"system"``, ``"cgroup"`` or
+    ``"address space"``.
     """
 
     source: str
@@ -119,7 +120,7 @@ def memory_fraction(device: torch.device) -> float:
 def peak_memory(device: torch.device) -> int:
     """Return the peak so far: of tensors on CUDA, else of the resident memory of this process.
 
-    Other code may have reset it. On systems that record no peak it is the current memory.
+    Other code may have reset the peak. On systems that record none, it is the current memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) if torch.cuda.is_initialized() else 0
@@ -175,11 +176,11 @@ class PeakMeter:
     """Measures peak memory since its start. Several meters can run at the same time.
 
     On CUDA it counts the memory of tensors. With ``fragments`` it adds the unused memory in partly
-    used blocks; the sum is at most the memory reserved from the device. Elsewhere it is resident
-    memory. Linux records that peak; on other systems ``samples`` is True, and :meth:`sample` must
-    be called.
+    used blocks; the sum is at most the memory reserved from the device. On other devices it
+    measures resident memory. Linux records that peak. On other systems ``samples`` is True, and
+    :meth:`sample` must be called regularly.
 
-    Torch's allocator and the kernel keep one peak per process. Before a meter resets it, all other
+    torch's allocator and the kernel keep one peak per process. Before a meter resets it, all other
     meters read it.
     """
 
@@ -288,7 +289,7 @@ def _heap_reader() -> Callable[[], MallocInfo] | None:
     before = read().used
     probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     grown = read().used - before
-    # Growth by half of the probe is enough: another thread may have freed memory meanwhile.
+    # Half of the probe is enough, because another thread may have freed memory meanwhile.
     return read if grown >= probe.numel() // 2 else None
 
 

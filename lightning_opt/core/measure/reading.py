@@ -1,4 +1,4 @@
-"""Reading device values on the host: on a schedule, and some steps late so that nothing waits."""
+"""Reads device values on the host: on a schedule, and some steps late so that nothing waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Note = TypeVar("Note")
 
 
 class Schedule:
-    """Due at every ``every_n_steps``-th step, counted from 1."""
+    """A report is due at every ``every_n_steps``-th step, counted from 1."""
 
     def __init__(self, every_n_steps: int) -> None:
         self.every_n_steps = check_at_least("every_n_steps", every_n_steps, 1)
@@ -28,9 +28,9 @@ class DelayedReads(Generic[Note]):
     """A queue of small tensors that are read on the host ``delay`` steps after they were pushed.
 
     Reading a value of the current step would make the host wait for the GPU, and the GPU would then
-    idle until new work is queued. A copy that is read some steps later causes neither.
+    idle until new work is queued. Reading a copy some steps later avoids both.
 
-    Which values are due depends only on the number of calls of :meth:`push`, so all ranks read the
+    The number of calls of :meth:`push` alone determines which values are due, so all ranks read the
     same step at the same time.
     """
 

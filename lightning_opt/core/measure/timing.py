@@ -1,4 +1,4 @@
-"""The step clock, and timing functions in turns. Comparing the timings: `core.numerics.ratios`."""
+"""Times steps, and functions in turns. `core.numerics.ratios` compares the timings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 Item = TypeVar("Item")
 
 MAX_UNREAD_STEPS = 256
-"""Maximum number of unread steps; the clock then reads the finished ones by itself."""
+"""Number of unread steps at which the clock reads the finished ones by itself."""
 
 
 def wait_for(device: torch.device | str) -> None:
@@ -31,9 +31,9 @@ class StepClock:
     """Times steps, each from the end of the step before it.
 
     On CUDA each end is an event in the current stream: the host does not wait for the device until
-    :meth:`read` is called with ``wait=True``. Elsewhere it is the host's clock. On other devices
-    that work asynchronously, call :func:`wait_for` around a block of steps; then its total is
-    right.
+    :meth:`read` is called with ``wait=True``. On other devices the host's clock is used. If they
+    work asynchronously, only totals can be correct: call :func:`wait_for` before and after a block
+    of steps.
 
     Args:
         device: The device that computes the steps.
@@ -90,7 +90,7 @@ class StepClock:
 
 
 def rotated(items: Sequence[Item], turn: int) -> list[Item]:
-    """Return ``items`` in the order of round number ``turn``: each round starts one item later."""
+    """Return ``items`` rotated for round number ``turn``: each round starts one item later."""
     first = turn % len(items) if items else 0
     return [*items[first:], *items[:first]]
 
@@ -100,7 +100,7 @@ def take_turns(
 ) -> Iterator[dict[str, float]]:
     """Yield the mean seconds of each timer, round by round, in an order that rotates.
 
-    A slow minute of a shared machine then hits all of them alike. Compare them by the ratios within
+    A slow minute of a shared machine then affects all timers. Compare them by the ratios within
     rounds: :func:`~lightning_opt.core.numerics.ratios.median_ratio`, or ``compare_pairs`` for an
     interval.
 

@@ -54,7 +54,7 @@ def read_batch(batch: Any) -> Reading:
     if not counts:
         raise UnsplittableBatchError(_explain(batch))
     lists = dict(_lists(batch, counts[0], is_top=True))
-    # If one list must hold samples, the other lists of that length hold samples too.
+    # If one list must hold samples, assume the same of the other lists of that length.
     return Reading(counts[0], frozenset(lists if any(lists.values()) else ()))
 
 
@@ -257,7 +257,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _may_hold_samples(value: Any, is_top: bool = False) -> bool:
-    """Return whether a container is a list of similar entries. Only three of them are compared."""
+    """Return whether a container is a list of similar entries, judged by three of them."""
     # A batch such as (source, target) holds two fields, not two samples.
     if not _is_list(value) or (is_top and not _is_container(value[0])):
         return False
@@ -284,7 +284,7 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _counts(value: Any, is_top: bool = False) -> tuple[int, ...] | None:
-    """Return the possible numbers of samples, the likeliest first; None if any is possible."""
+    """Return the possible numbers of samples, the likeliest first; None if all are possible."""
     if not _is_container(value):
         return None if _is_shared(value) else _length(value)
     fields = _field_counts(value)

@@ -19,7 +19,7 @@ MIN_LAYER_REPEATS = 4
 """Plain layers in a Sequential are blocks if they repeat at least this many times."""
 
 Signature: TypeAlias = tuple[Any, ...]
-"""Equal for modules of the same classes, structure and parameter shapes."""
+"""A value that is equal for modules of the same classes, structure and parameter shapes."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
     Children of one module form a run if they have the same class and contain more than a plain
     layer. The members of a run are blocks, so experts and attention heads stay inside their layer.
-    There are two exceptions, where the smaller blocks inside the members are returned: a member
-    contains a longer run than its own (an encoder beside a decoder), or the members contain runs
-    and differ in shape (the stages of a hierarchical vision model).
+    There are two exceptions, where the smaller blocks inside the members are returned: if a member
+    contains a run that is longer than its own (an encoder next to a decoder), or if the members
+    contain runs and differ in shape (the stages of a hierarchical vision model).
     """
     return list(_collect(model, "", set()))
 
@@ -121,7 +121,7 @@ def _layer_blocks(module: nn.Module, name: str) -> list[Block]:
 
 
 def _longest_repetition(signatures: list[Signature], allowed: list[bool]) -> tuple[int, int, int]:
-    """Return start, period (at least 2) and count of the repetition that covers most layers."""
+    """Return start, period (at least 2) and count of the repetition that covers the most layers."""
     best = (0, 1, 0)
     for period in range(2, len(signatures) // MIN_LAYER_REPEATS + 1):
         start = 0

@@ -20,7 +20,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Return whether any module is compiled, holds a compiled function or refers to one."""
+    """Return whether any module is compiled, or uses a compiled function."""
     return any(is_compiled(part) or _uses_compiled_function(part) for part in model.modules())
 
 
@@ -47,7 +47,7 @@ def has_checkpointed_parts(model: nn.Module) -> bool:
 
 
 STANCE = SimpleNamespace(eager=False)
-"""``eager``: whether `CompileModel` runs its modules uncompiled now."""
+"""Its attribute ``eager`` is True while `CompileModel` must run its modules uncompiled."""
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class _Replacement:
         self.active.remove(self)
         for other in later:
             if other.attributes is self.attributes and other.name == self.name:
-                other.previous = self.previous  # the other one's value stays
+                other.previous = self.previous  # the later value stays set
                 return
         if self.previous is _NOT_SET:
             self.attributes.pop(self.name, None)

@@ -144,7 +144,7 @@ class StepState:
                     self._save_contents(entry, inner, visited, depth + 1)
 
     def record_writes(self) -> None:
-        """After the first batch that succeeds, record which tensors the step writes."""
+        """Record which tensors the step has written, after the first successful batch."""
         if self._written is None:
             self._written = {
                 (id(saved.place), saved.name) for saved in self._tensors if saved.is_written()
@@ -255,9 +255,9 @@ def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = (
 
 
 class _NumPyGenerator:
-    """NumPy's global generator, whose state is read and written only if it has changed.
+    """Saves NumPy's global generator, and reads or writes its state only if that has changed.
 
-    Comparing the memory of the Mersenne Twister takes 1 us, and reading its state 45 us.
+    Comparing the memory of the Mersenne Twister takes 1 us, but reading its state takes 45 us.
     """
 
     def __init__(self) -> None:
@@ -267,7 +267,7 @@ class _NumPyGenerator:
         memory = _twister_memory()
         if memory is None or memory != self._latest[0]:
             state = np.random.get_state(legacy=False)  # noqa: NPY002
-            # Normal draws come in pairs. The memory excludes a second one that is not yet used.
+            # NumPy draws normal numbers in pairs. The memory does not contain an unused second one.
             self._latest = (None if state["has_gauss"] else memory, state)
         return functools.partial(self._restore, *self._latest)
 

@@ -1,7 +1,7 @@
 """The process groups of sharded tensors, and reductions over them.
 
-A rank holds a part of each DTensor (FSDP2, tensor parallelism) and of FSDP1's flat parameters. The
-part may be empty.
+Sharded tensors are DTensors (FSDP2, tensor parallelism) and FSDP1's flat parameters. A rank's part
+of them may be empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Groups: TypeAlias = tuple[Any, ...]
 """The process groups to reduce over, one per mesh dimension. Empty if nothing is sharded."""
 
 UNSHARDED: Groups = ()
-"""The groups of a tensor that each rank holds completely."""
+"""The groups of a tensor that is not sharded."""
 
 
 def is_dtensor(tensor: Tensor) -> bool:

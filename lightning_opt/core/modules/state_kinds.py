@@ -21,8 +21,8 @@ MAX_DEPTH = 5
 """Maximum depth at which nested containers and objects are searched."""
 
 MAX_ATTRIBUTE_BYTES = 64 * 2**20
-"""Larger tensor attributes, such as data sets, are not copied on the first batch. Buffers of any
-size are copied then."""
+"""Larger tensor attributes, such as data sets, are not copied on the first batch. All buffers are
+copied then."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple, deque)
 """Types of attributes that are restored: counters, flags, collected outputs."""
@@ -50,7 +50,7 @@ def kind_of(kind: Any) -> str:
         return "container"
     if issubclass(kind, PLAIN):
         return "tuple" if issubclass(kind, tuple) else "plain"
-    is_environment = hasattr(kind, "step") and hasattr(kind, "reset")  # of reinforcement learning
+    is_environment = hasattr(kind, "step") and hasattr(kind, "reset")  # reinforcement learning
     return "object" if is_environment or _is_user_class(kind) else ""
 
 
@@ -63,7 +63,7 @@ def _is_user_class(kind: type) -> bool:
 
 
 def _is_refillable(kind: Any) -> bool:
-    """Return whether a container changes by Python's own methods, unlike a frozen configuration."""
+    """Return whether a container can be changed by Python's own methods, as a frozen one cannot."""
     builtin = [base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")]
     return all(
         any(getattr(kind, name, None) is getattr(base, name, None) for base in builtin)
@@ -139,7 +139,7 @@ def _values(
 
 
 def advanced(once: Snapshot, twice: Snapshot, parts: Snapshot) -> list[str]:
-    """Return the names of values that change with each step, rather than with each sample.
+    """Return the names of values that change once per step, and not once per sample.
 
     Args:
         once: The snapshot after one step on some samples.

@@ -69,7 +69,7 @@ def without_side_effects(
 
 
 class SilentLogger:
-    """Replaces a logger or its experiment: any call or attribute works, and nothing is logged."""
+    """Replaces a logger or its experiment. Any call or attribute works, but nothing is logged."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -79,7 +79,7 @@ class SilentLogger:
         return type(self._logger)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._logger, name, ...)  # unknown for the result of a call
+        value = getattr(self._logger, name, ...)  # `...` for attributes of a call's result
         return value if isinstance(value, str | int | Path | None) else SilentLogger(value)
 
     def __call__(self, *args: Any, **settings: Any) -> SilentLogger:
@@ -109,7 +109,7 @@ def run_step(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_
     """Run ``training_step`` and its backward pass, and wait for the device.
 
     Raises:
-        RuntimeError: Under DDP with a static graph, whose first iteration counts all gradients.
+        RuntimeError: Under DDP with a static graph, which would count the trial as first iteration.
     """
     if getattr(trainer.strategy.model, "static_graph", False):
         raise RuntimeError(
@@ -184,8 +184,8 @@ class WrittenParameters:
     """The parameters that ``training_step`` itself writes, such as a moving-average teacher.
 
     The first run detects these parameters and copies each one right before its first write. Later
-    runs, which may be timed, copy them in advance. In compiled modules all parameters are copied,
-    because their writes cannot be intercepted.
+    runs, which may be timed, copy them in advance. Writes in compiled modules cannot be
+    intercepted, so all their parameters are copied.
 
     Attributes:
         parameters: The detected parameters; None before the first run.

@@ -1,1 +1,1 @@
-"""Norms, statistics and other small numerics."""
+"""Norms, statistics, and other numerics of scalars."""

@@ -45,8 +45,8 @@ class Gradients:
 
     Attributes:
         parameters: The parameters that have a gradient.
-        tensors: The gradients on this rank. They share memory with ``Parameter.grad``. Scale these
-            tensors; measure the result of :meth:`summed`.
+        tensors: The gradients on this rank. They share memory with ``Parameter.grad``. To change
+            gradients, scale these tensors. To measure gradients, use :meth:`summed`.
         groups: The process groups that hold the other shards of each tensor; empty if no tensor is
             sharded.
         pending: The process groups over which each tensor must still be summed; empty if there are
@@ -71,7 +71,7 @@ class Gradients:
         """Multiply every gradient by ``coefficient`` in place, without waiting for the device."""
         if isinstance(coefficient, Tensor):
             for (device, dtype), indices in by_kind(self.tensors).items():
-                # The fused kernel needs a factor of the gradients' dtype. 1 stays exact.
+                # The fused kernel needs a factor of the gradients' dtype. Rounding keeps 1 exact.
                 factor = move(coefficient, device).to(dtype)
                 torch._foreach_mul_([self.tensors[index] for index in indices], factor)
         elif self.tensors:
@@ -234,7 +234,7 @@ def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the indices of the tensors by device and dtype. A foreach kernel takes one kind."""
+    """Return the indices of the tensors by device and dtype: a foreach kernel takes one of each."""
     indices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         indices.setdefault((tensor.device, tensor.dtype), []).append(index)
@@ -244,13 +244,13 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with a NaN or an infinity on this rank. Waits for the device.
 
-    A quantized tensor whose subclass has no norm, and a lazy layer's without values are skipped.
+    Quantized tensors whose subclass has no norm, and lazy tensors without values, are skipped.
     """
     parts = {n: _stored(local_part(t.detach())) for n, t in tensors.items() if not is_lazy(t)}
     finite: dict[str, Tensor] = {}
     for name, part in parts.items():
         if part.is_floating_point() and part.numel():
-            # torch has no norm of float8, whose values bfloat16 holds exactly.
+            # torch has no norm for float8. bfloat16 represents float8 values exactly.
             wide = part.bfloat16() if part.itemsize == 1 else part
             with suppress(NotImplementedError):
                 # A maximum propagates NaN. Unlike a sum of squares it cannot overflow.

@@ -30,11 +30,11 @@ PRIOR_STARTS = 4
 RESAMPLES = 400
 
 WIDENED = 1.25
-"""Factor on the variance of resamples, which is too small for short series. From simulations."""
+"""Factor on the variance of resamples, which is too small for short series; from simulations."""
 
 
 class Ratio(NamedTuple):
-    """The time of a candidate divided by that of the reference, with interval and verdict."""
+    """The time of a candidate divided by the reference's time, with interval and verdict."""
 
     value: float
     low: float
@@ -56,7 +56,7 @@ def compare_pairs(
             reference and of the candidate.
         confidence: Confidence level of the interval.
         offset: The usual standard deviation of the log ratio of two processes with the same code.
-        tolerance: A relative difference below this counts as no difference.
+        tolerance: Relative difference below which the verdict is "no difference".
     """
     logs = [
         [math.log(other / reference) for reference, other in rounds if reference > 0 < other]

@@ -2,8 +2,8 @@
 
 On a CPU Python floats are cheapest. On an accelerator a scalar must stay a tensor, because reading
 it makes the host wait for the device. Arithmetic operators work on both; these functions cover
-other operations. They never wait for the device or copy from host memory, unless their docstring
-says so.
+other operations. They wait for the device, or copy from host memory, only if their docstring
+mentions it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``. A copy to the host waits for the device.
 
-    Without the wait, the host could read the copy before it is complete.
+    Otherwise the host could read the copy before it is complete.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
@@ -92,8 +92,8 @@ def _is_float_scalar(value: Any) -> bool:
 def to_plain(value: Any) -> Any:
     """Return ``value`` with tensors on the CPU and 0-dimensional tensors as numbers.
 
-    It serves checkpoints and reports, and waits for the device: once for the numbers of a dict.
-    Each :class:`DeviceCache` in a dict is omitted.
+    For checkpoints and reports. It waits for the device, once for all numbers of a dict. Each
+    :class:`DeviceCache` in a dict is omitted.
     """
     if isinstance(value, Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu().clone()

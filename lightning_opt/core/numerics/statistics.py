@@ -2,8 +2,8 @@
 
 The state of a statistic is a plain ``dict``, which a checkpoint can store as it is. For Python
 floats the state is on the host. For a 0-dimensional tensor it is on the tensor's device, in a few
-tensors, because each operator costs a kernel launch. Only finite values above 0
-are added. Any other value leaves the state unchanged.
+tensors, because each operator costs a kernel launch. Only finite values above 0 are added. Other
+values leave the state unchanged.
 
 Example:
     >>> window = Window(size=2)
@@ -50,7 +50,7 @@ class Window:
     def update(self, state: State, value: Scalar) -> None:
         """Add ``value`` if it is above 0 and finite. In a full window it replaces the oldest."""
         if isinstance(value, Tensor):
-            # `pushed` is at least the count. It gives the buffer size without reading the device.
+            # `pushed` is at least the count, and known on the host: it sets the buffer's size.
             state["pushed"] += 1
             self.place(state, value)
             valid = value * 0 < value  # False for NaN, infinity and 0
@@ -243,7 +243,7 @@ class LogBand:
 
 
 class DeviceBands(DeviceCache):
-    """Several bands with the same settings on a device, updated with few kernel launches.
+    """Several bands with the same settings on a device, updated by few kernel launches.
 
     The state of a band is a 3 by 3 matrix. Every value, valid or not, updates it by::
 

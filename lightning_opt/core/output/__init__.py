@@ -1,1 +1,1 @@
-"""Tables, figures, loggers and findings."""
+"""Reports, verdicts, and values sent to loggers."""

@@ -24,9 +24,9 @@ MAX_POINTS = 240
 class History:
     """Scalars by key, as means over intervals of steps. All keys have the same intervals.
 
-    An interval is one step at first, and its length doubles when a key would have more than
-    :data:`MAX_POINTS`. A NaN stays visible. If a key returns to an earlier step, its later values
-    are dropped.
+    An interval is one step at first. Its length doubles when a key would have more than
+    :data:`MAX_POINTS` points. A NaN makes the mean of its interval NaN. If a key returns to an
+    earlier step, its later values are dropped.
 
     Example:
         >>> history = History()
@@ -85,7 +85,7 @@ class LossHistory:
 
     Args:
         history: The history.
-        delay: Number of batches, so that reading a loss does not wait for the device.
+        delay: Number of batches after which a loss is read, so that the host does not wait.
     """
 
     def __init__(self, history: History, delay: int) -> None:
@@ -132,8 +132,8 @@ def logged_step(trainer: pl.Trainer) -> int:
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
     """Send ``scalars`` to every logger and to ``trainer.callback_metrics``. Call it on every rank.
 
-    ``LightningModule.log`` would drop values of steps that are no multiple of
-    ``log_every_n_steps``; Lightning's ``LearningRateMonitor`` bypasses it in the same way.
+    It bypasses ``LightningModule.log``, as Lightning's ``LearningRateMonitor`` does, because that
+    drops the values of steps that are not multiples of ``log_every_n_steps``.
     """
     step, history = logged_step(trainer), HISTORIES.setdefault(trainer, History())
     for key, value in scalars.items():
@@ -144,7 +144,7 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
 
 
 def log_image(trainer: pl.Trainer, name: str, file: Path) -> None:
-    """Send a PNG to TensorBoard, W&B and MLflow; other loggers keep none. Call it on rank 0."""
+    """Send a PNG to TensorBoard, W&B and MLflow. Other loggers are skipped. Call it on rank 0."""
     loggers: list[Any] = trainer.loggers
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)

@@ -1,4 +1,4 @@
-"""Results for people: tables as text, markdown, HTML or JSON, and verdicts for the doctor."""
+"""Tables as text, markdown, HTML or JSON, and verdicts for the doctor."""
 
 from __future__ import annotations
 
