@@ -127,9 +127,8 @@ else:
     class OrderOfBases(ABCMeta):
         """Metaclass of strategies: puts the bases from one package before those from the other.
 
-        Lightning's strategies compare objects with classes of their own package. So a strategy must
-        run the code of the Trainer's package: its class is replaced by a subclass whose ``package``
-        is the Trainer's.
+        A strategy checks objects against classes of its own package, so it must run the code of the
+        Trainer's package: its class is replaced by a subclass whose ``package`` is the Trainer's.
         """
 
         def mro(cls) -> list[type]:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class RunCallback(BaseCallback):
     """A callback with separate hooks for the end of a run, for a new model and for pickling.
 
-    Lightning calls no ``teardown`` after an exception, calls ``setup`` for each stage, and pickles
-    callbacks when it spawns processes. A subclass overrides:
+    Lightning does not call ``teardown`` after an exception, calls ``setup`` for each stage, and
+    pickles callbacks when it spawns processes. A subclass overrides:
 
     - :meth:`release` to undo patches and drop references when a run ends;
     - :meth:`reset_for_model` to reset the state that belongs to one model;
@@ -98,7 +98,7 @@ def raise_if_dataloader_iter(name: str, module: pl.LightningModule, use: str) ->
     Args:
         name: The callback's name.
         module: The model.
-        use: The end of the message, such as ``"to split."``.
+        use: The last words of the message, such as ``"to split."``.
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(

@@ -4,10 +4,11 @@ A new interpreter takes seconds to import torch and Lightning, longer than many 
 Linux without CUDA, the standard library's fork server imports them once and is then forked: a run
 starts in 0.2 s instead of 5.
 
-Each run has a folder, with its payload, its log and its failures. Rank 0 receives numbers of steps
-through a connection, and sends results back. When the connection closes because the parent process
-has ended, rank 0 kills itself and all its descendants. Lightning starts the other ranks by
-executing this file as a script. They have no connection: they write failures into the folder.
+Each run has a folder with its payload, its log and its failures. Through a connection, rank 0
+receives the number of steps to take, and sends results back. When the connection closes because the
+parent process has ended, rank 0 kills itself and all its descendants. Lightning starts the other
+ranks by executing this file as a script. They have no connection, and write failures into the
+folder.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ changes since the start of the server.
 """
 
 READ_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables among these that a fork does not ignore: a run sets its own ``sys.path``, and
-torch sets its folder of compiled code when it first compiles."""
+"""Exceptions, in which a change since the start of the server does not matter: a run sets its own
+``sys.path``, and torch sets its folder of compiled code when it first compiles."""
 
 _lock = threading.Lock()
 _startup_variables_of_server: dict[str, str] | None = None
@@ -130,8 +131,8 @@ def _context(environment: dict[str, str], module: str) -> Any:
 def defer_ctrl_c() -> Iterator[None]:
     """Defer Ctrl-C to the end of the context, so that every new file or process is cleaned up.
 
-    A terminal sends Ctrl-C to all processes. The signal is also blocked: processes started here
-    inherit the mask, and discard the signal before they unblock it.
+    A terminal sends Ctrl-C to all its processes. So the signal is also blocked: processes started
+    here inherit the mask, and discard the signal before they unblock it.
     """
     handler = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -183,9 +184,8 @@ class ProcessState(NamedTuple):
         os.environ.update(self.environment)
         os.chdir(self.folder)
         multiprocessing.set_start_method(self.start_method, force=True)
-        # Shift all later allocations by a random distance. Otherwise all forks use the same
-        # addresses, and their placement in the caches could favour the same configuration at every
-        # start.
+        # Shift all later allocations by a random distance. Otherwise all forks have the same
+        # addresses, and cache effects could favour the same configuration at every start.
         _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
 
 
@@ -239,8 +239,8 @@ class Worker:
             for factory in recipe.values():
                 path = getattr(factory, "target", factory)  # the CLI wraps its paths
                 if isinstance(path, str):
-                    import_attribute(path)  # the baseline must include imports
-            torch.ones(1 << 20).add_(1)  # and the start of torch's thread pool
+                    import_attribute(path)  # before the memory baseline is read
+            torch.ones(1 << 20).add_(1)  # starts torch's thread pool, for the same reason
             self._meter = PeakMeter(torch.device("cpu"))
             self._baseline = self._meter.read()
             if self._connection is not None:
@@ -287,7 +287,7 @@ class Worker:
         else:
             unfinished = self._folder / str(os.getpid())
             unfinished.write_bytes(pickle.dumps(failure))
-            unfinished.replace(unfinished.with_suffix(FAILED))  # the parent never reads half a file
+            unfinished.replace(unfinished.with_suffix(FAILED))  # never a partial file
 
 
 def train(connection: Connection, state: ProcessState, folder: str) -> None:

@@ -44,7 +44,7 @@ RUN_DEFAULTS: dict[str, Any] = {
 learning rate schedules may be computed from it."""
 
 MAX_PAUSE = timedelta(days=1)
-"""Timeout of the broadcast in which ranks above 0 wait for the next block."""
+"""Timeout of the broadcast in which ranks above 0 wait during a pause."""
 
 SPIN_SECONDS = 0.01
 """Seconds to wait after a block, until OpenMP's threads stop spinning. Spinning threads slow down
@@ -96,7 +96,7 @@ class StepGate(BaseCallback):
         self._samples: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
-        return BaseCallback()  # the search for batch sizes copies callbacks and must not pause
+        return BaseCallback()  # a search for batch sizes copies callbacks, and must not pause
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
@@ -196,7 +196,7 @@ class _LenientSchedulers(BaseCallback):
 
 
 def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
-    """Remove the callbacks from Trainer arguments, and return those that work in a short run.
+    """Remove the callbacks from Trainer arguments, and return the ones for a short run.
 
     Checkpoint callbacks are removed if checkpoints are disabled. Early stopping is removed if there
     is no validation.

@@ -32,7 +32,7 @@ from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 
 GRACE_SECONDS = 5.0
-"""Seconds to wait for a run to clean up after a request to end, and to exit after a kill."""
+"""Seconds that a run has to clean up after a request to end, and to exit after a kill."""
 
 POLL_SECONDS = 0.1
 """Seconds between checks whether a silent process is alive."""
@@ -135,7 +135,7 @@ class TrainingProcess:
         except BaseException:  # Ctrl-C too
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        # The priority makes it run before multiprocessing waits for all processes at exit.
+        # With this priority it runs before multiprocessing waits for all processes at exit.
         resources = (self._process, self._connection, self._folder)
         self._finalizer = Finalize(self, _clean_up, args=resources, exitpriority=1)
 
