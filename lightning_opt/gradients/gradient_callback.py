@@ -123,11 +123,11 @@ class GradientCallback(RunCallback):
 
     def _find_parameters(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._held = dict(enumerate(map(parameters_of, trainer.optimizers)))
-        self.names = {held: plain_name(name) for name, held in pl_module.named_parameters()}
+        self.names = {p: plain_name(name) for name, p in pl_module.named_parameters()}
         for index, parameters in self._held.items():
-            for place, held in enumerate(parameters):
+            for position, parameter in enumerate(parameters):
                 # An optimizer may hold parameters that are not the module's.
-                self.names.setdefault(held, f"optimizer_{index}.{place}")
+                self.names.setdefault(parameter, f"optimizer_{index}.{position}")
 
     def callbacks_before(self, trainer: pl.Trainer) -> list[pl.Callback]:
         """Return the Trainer's callbacks before this one."""

@@ -194,7 +194,7 @@ def compare_losses(
     last_losses = reference[steps - last : steps]
     mean = statistics.fmean(last_losses)
     # Use all steps: the last third may have too few to estimate a spread.
-    differences = [one - other for one, other in zip(noise, reference, strict=False)]
+    differences = [loss - target for loss, target in zip(noise, reference, strict=False)]
     randomness = math.hypot(*differences) / math.sqrt(len(differences) or 1)
     error = max(3 * statistics.pstdev(last_losses), MAX_NOISE_ERRORS * randomness) / math.sqrt(last)
     allowed = max(MAX_LOSS_SHARE * abs(mean), MAX_PROGRESS_SHARE * abs(reference[0] - mean), error)

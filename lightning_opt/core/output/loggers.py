@@ -38,7 +38,7 @@ class History:
 
     def __init__(self) -> None:
         self.width = 1
-        # By key and interval: the sum and the number of values.
+        # By key and index of the interval: the sum and the number of values.
         self._sums: dict[str, dict[int, tuple[float, int]]] = {}
         self._last: dict[str, int] = {}
 
@@ -46,27 +46,27 @@ class History:
     def points(self) -> dict[str, list[tuple[int, float]]]:
         """The first step and the mean of each interval, by key."""
         return {
-            key: [(place * self.width, total / count) for place, (total, count) in sums.items()]
+            key: [(index * self.width, total / count) for index, (total, count) in sums.items()]
             for key, sums in self._sums.items()
         }
 
     def add(self, key: str, step: int, value: float) -> None:
         while step >= MAX_POINTS * self.width:
             self._double()
-        place, sums = step // self.width, self._sums.setdefault(key, {})
+        index, sums = step // self.width, self._sums.setdefault(key, {})
         if step < self._last.get(key, 0):
-            sums = self._sums[key] = {old: sums[old] for old in sums if old < place}
-        total, count = sums.get(place, (0.0, 0))
-        sums[place] = total + value, count + 1
+            sums = self._sums[key] = {earlier: sums[earlier] for earlier in sums if earlier < index}
+        total, count = sums.get(index, (0.0, 0))
+        sums[index] = total + value, count + 1
         self._last[key] = step
 
     def _double(self) -> None:
         self.width *= 2
         for key, sums in self._sums.items():
             merged: dict[int, tuple[float, int]] = {}
-            for place, (total, count) in sums.items():
-                more, others = merged.get(place // 2, (0.0, 0))
-                merged[place // 2] = total + more, count + others
+            for index, (total, count) in sums.items():
+                other_total, other_count = merged.get(index // 2, (0.0, 0))
+                merged[index // 2] = total + other_total, count + other_count
             self._sums[key] = merged
 
     def state_dict(self) -> dict[str, Any]:

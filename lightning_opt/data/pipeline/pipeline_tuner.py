@@ -302,14 +302,14 @@ class DataPipelineTuner(RunCallback):
         """Return a table of all measurements."""
         rows = [
             {
-                "workers": one.settings.workers,
-                "prefetch": one.settings.prefetch,
-                "pinned": one.settings.pin,
-                "ms a batch": 1e3 * one.seconds,
-                "waiting": one.wait,
-                "taken": "yes" if one.settings == self.chosen else "",
+                "workers": measured.settings.workers,
+                "prefetch": measured.settings.prefetch,
+                "pinned": measured.settings.pin,
+                "ms a batch": 1e3 * measured.seconds,
+                "waiting": measured.wait,
+                "taken": "yes" if measured.settings == self.chosen else "",
             }
-            for one in self._tried
+            for measured in self._tried
         ]
         notes = self._notes or ["Nothing was measured yet."]
         if self.chosen is not None and not rows:

@@ -53,8 +53,8 @@ class FixedValue(ClippingRule):
 
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Clamp the elements of every gradient in place."""
-        found = zip(step.gradients.tensors, step.gradients.summed(), strict=True)
-        pairs = [(tensor, whole) for tensor, whole in found if tensor.numel()]
+        both = zip(step.gradients.tensors, step.gradients.summed(), strict=True)
+        pairs = [(tensor, whole) for tensor, whole in both if tensor.numel()]
         if not pairs:
             return Clip(0.0)
         tensors = [tensor for tensor, whole in pairs if whole is tensor]

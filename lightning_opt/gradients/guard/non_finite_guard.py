@@ -345,7 +345,7 @@ class NonFiniteGuard(GradientCallback):
 
     def _tensors(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
         """Return all parameters of the optimizers and all buffers, by name."""
-        return {name: one for one, name in self.names.items()} | dict(pl_module.named_buffers())
+        return {name: p for p, name in self.names.items()} | dict(pl_module.named_buffers())
 
     def _find_damage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
         return self._damage.find(self._tensors(pl_module), pl_module, step_groups(trainer))

@@ -184,8 +184,8 @@ class GradientHealth(GradientCallback):
     ) -> None:
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
-        held = set(parameters_of(trainer.optimizers[index]))
-        parameters = {name: own for own, name in self.names.items() if own in held}
+        own = set(parameters_of(trainer.optimizers[index]))
+        parameters = {name: p for p, name in self.names.items() if p in own}
         record.complete(parameters, scaled=loss_scale(trainer) is not None, extra=activation_issues)
         for issue in record.issues:
             if (issue.type, issue.severity) not in known and trainer.is_global_zero:

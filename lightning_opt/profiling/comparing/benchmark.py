@@ -104,17 +104,17 @@ def benchmark(
     check_at_least("warmup", warmup, 0)
     check_at_least("rounds", rounds, 2)
     check_positive("min_seconds", min_seconds)
-    place = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+    target = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
     with _automatic_collection_off():
         for function in named.values():
             for _ in range(max(1, warmup)):
                 function()
-        calls = {name: _calls(function, min_seconds, place) for name, function in named.items()}
+        calls = {name: _calls(function, min_seconds, target) for name, function in named.items()}
         seconds = time_in_turns(
             named,
             rounds=rounds,
             calls=calls,
-            device=place,
+            device=target,
             warmup=warmup,
             after_round=partial(gc.collect, 0),
         )

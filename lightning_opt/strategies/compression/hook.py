@@ -178,15 +178,15 @@ class CompressedReduction:
         if isinstance(scheme, Compressor):
             if scheme.late:
                 self._clip(gradient, self._scale)
-            own, residual = self._begin_bucket(bucket, scheme)
-            assert own.exchange is not None
-            sent = own.exchange.sent_bytes
+            compressed, residual = self._begin_bucket(bucket, scheme)
+            assert compressed.exchange is not None
+            sent = compressed.exchange.sent_bytes
             record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
-            future = own.exchange.start(residual, gradient, self._scale)
+            future = compressed.exchange.start(residual, gradient, self._scale)
         else:
             if self.buckets.may_be_nonzero:
-                own, residual = self._begin_bucket(bucket, None)
-                own.send_all(residual, gradient, self._scale)
+                uncompressed, residual = self._begin_bucket(bucket, None)
+                uncompressed.send_all(residual, gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
             sent = dense_bytes(gradient.numel(), itemsize, self._world)
             record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
