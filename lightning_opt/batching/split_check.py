@@ -110,7 +110,7 @@ class SplitCheck:
 
         try:
             samples = found.count_samples()
-        except Exception:  # of the user's function
+        except Exception:  # raised by the user's function
             largest(1)
             raise
         if samples == 1 and not self._runs_parts:

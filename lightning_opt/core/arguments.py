@@ -70,7 +70,7 @@ def changed_arguments(part: object, resolved: Mapping[str, Any] = MappingProxyTy
     """
     found = []
     for name, parameter in inspect.signature(type(part)).parameters.items():
-        schedule = getattr(part, "_schedule", None)  # of reports
+        schedule = getattr(part, "_schedule", None)  # has `every_n_steps`
         value = getattr(part, name, getattr(schedule, name, parameter.default))
         is_plain = isinstance(value, (bool, int, float, str))
         usual = parameter.default, resolved.get(name)

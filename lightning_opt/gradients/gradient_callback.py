@@ -86,7 +86,7 @@ class GradientCallback(RunCallback):
 
     def __init__(self) -> None:
         self.names: Mapping[Tensor, str] = {}
-        self._held: dict[int, list[Tensor]] = {}  # by optimizer
+        self._held: dict[int, list[Tensor]] = {}  # parameters by optimizer index
         self.barriers: dict[int, Scalar] = {}
         self._flat: dict[Tensor, Groups] = {}
         self._earlier: list[GradientCallback] = []

@@ -50,7 +50,7 @@ def _remove_on_error(hook: Callable[..., None]) -> Callable[..., None]:
             hook(self, trainer, *args, **kwargs)
         except ValueError as error:
             self.release(trainer)
-            # Replaced, not removed: Lightning is iterating over the list.
+            # Replace instead of remove, because Lightning is iterating over the list.
             trainer.callbacks[trainer.callbacks.index(self)] = BaseCallback()  # type: ignore[attr-defined]
             rank_zero_warn(f"The preset leaves out {type(self).__name__}: {error}")
 

@@ -59,7 +59,7 @@ class FlopCount(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # DTensor then runs local operations, which are counted instead
+            return NotImplemented  # DTensor then runs local operations, which are counted
         result = func(*args, **kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
         if not flops.in_trial and (in_backward or self.counts_forward):

@@ -184,7 +184,7 @@ class SparseCodec(Codec):
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         if reads_are_free(flat.device):
             return self._selector.top(flat, self.layout.capacity)
-        # Always fill the message, with zeros if need be: no wait for the device.
+        # Always fill the message, if necessary with zeros, so that the host need not wait.
         indices = flat.abs().topk(self.layout.capacity, sorted=False).indices.sort().values
         return indices, flat.index_select(0, indices)
 

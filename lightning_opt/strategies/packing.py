@@ -47,7 +47,7 @@ def chunks_of(flat: Tensor, multiple: int = 1, *, whole: bool = False) -> list[s
 
 def is_finite(values: Tensor) -> Tensor:
     """Return whether all elements of a one-dimensional tensor are finite, as a tensor."""
-    # The cheapest pass on a CPU. A NaN appears in both results.
+    # `aminmax` is the cheapest pass on a CPU. A NaN makes both results NaN.
     low, high = (values if len(values) else values.new_zeros(1)).aminmax()
     return low.isfinite() & high.isfinite()
 

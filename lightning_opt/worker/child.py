@@ -117,7 +117,7 @@ def _context(environment: dict[str, str], module: str) -> Any:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([module])
             if _startup_variables_of_server is None:
-                resource_tracker.ensure_running()  # start it first: its start unblocks Ctrl-C
+                resource_tracker.ensure_running()  # before Ctrl-C is blocked: its start unblocks it
                 with defer_ctrl_c():
                     forkserver.ensure_running()
                 # This returns when the server has imported torch and Lightning.

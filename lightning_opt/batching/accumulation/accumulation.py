@@ -128,9 +128,9 @@ class Accumulation(RunCallback):
     def _reset(self) -> None:
         self._first_weight = 0.0  # mean weight over ranks of the run's first batch
         self._start, self._length, self._is_open = 0, 1, False  # the window
-        self._window_weight: Scalar = 0.0  # of the window's batches so far
-        self._earlier_weight: Scalar = 0.0  # of the batches before the current one
-        self._batch_weight: Scalar = 1.0  # of the current batch
+        self._window_weight: Scalar = 0.0  # sum over the window's batches so far
+        self._earlier_weight: Scalar = 0.0  # the same without the current batch
+        self._batch_weight: Scalar = 1.0  # weight of the current batch
         self._unaveraged = 0  # number of batches whose gradients are not averaged yet
         self._restored_gradients: dict[str, Tensor] = {}  # from a checkpoint
 

@@ -299,7 +299,7 @@ class Trials:
         """Replace the objects that a run changes, until ``stack`` closes. Return the model copy."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         model: pl.LightningModule
-        originals = module, self._callbacks, strategy.precision_plugin  # which has the loss scale
+        originals = module, self._callbacks, strategy.precision_plugin  # with its loss scale
         model, callbacks, precision = _copy_or_share(originals, self._shared)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
         for parameter in model.parameters():

@@ -157,7 +157,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         size = sizes if isinstance(sizes, int) else sizes.size_for(shape, elements)
         try:
             parts = 1 if size is None else -(-self._count_samples() // size)
-        except Exception:  # of the user's function
+        except Exception:  # raised by the user's function
             with suppress(RuntimeError):
                 self._ranks.agree_on_parts(0, lambda: -1)  # raises on all ranks
             raise

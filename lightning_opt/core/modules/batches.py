@@ -201,7 +201,7 @@ def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:
     ``tokens`` is the number per sample, or the key of the tensor whose elements are counted. The
     error for a missing tensor names the class ``owner``.
     """
-    if batch is None:  # one that Lightning skips
+    if batch is None:  # Lightning skips it
         return 0
     if isinstance(tokens, int):
         return tokens * samples_in(batch, default=1)
@@ -242,7 +242,7 @@ def _is_shared(leaf: Any) -> bool:
 
 def _is_container(value: Any) -> bool:
     """Return whether the entries of a value are split one by one, instead of the value itself."""
-    if isinstance(value, Tensor):  # fast path
+    if isinstance(value, Tensor):  # not needed, but fast
         return False
     if isinstance(value, Mapping) or _is_dataclass(value) or _is_named_tuple(value):
         return not isinstance(value, PackedSequence) and not _has_rows(value)

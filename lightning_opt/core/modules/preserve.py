@@ -172,7 +172,7 @@ class StepState:
                 "so it cannot be rolled back and retried."
             )
         for saved in self._tensors:
-            if isinstance(saved.place, dict):  # entries of lists are restored with their list
+            if isinstance(saved.place, dict):  # lists are restored as a whole by `_undo`
                 saved.place[saved.name] = saved.tensor
             if saved.copy is not None:
                 saved.tensor.data.copy_(saved.copy)  # `.data` hides the write from autograd

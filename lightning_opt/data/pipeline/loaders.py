@@ -169,7 +169,7 @@ def probe(
 ) -> tuple[float, float, Any]:
     """Measure the time of a batch without workers, in a separate process.
 
-    The main process must not fetch items: its dataset would change its state, and might have open
+    The main process must not fetch items: its dataset might change its state, and might have open
     files when workers are forked.
 
     Args:
@@ -190,7 +190,7 @@ def probe(
     process: DataLoader[Any] = DataLoader(
         _TimedFetches(fetcher, list(islice(indices, MAX_FETCHED_BATCHES))),
         batch_size=None,
-        collate_fn=tuple,  # the item is a tuple already
+        collate_fn=tuple,  # has no effect on the item, which is a tuple
         num_workers=1,
         timeout=timeout,
         multiprocessing_context=loader.multiprocessing_context,

@@ -290,7 +290,7 @@ def _unit_norms(tensors: Sequence[Tensor], dims: Sequence[tuple[int, ...]]) -> l
     for index, (tensor, unit_dims) in enumerate(zip(tensors, dims, strict=True)):
         key: object = (tensor.device, tensor.dtype, tensor.shape, unit_dims)
         if tensor.is_cpu or not unit_dims or not 0 < tensor.numel() <= MAX_STACKED_ELEMENTS:
-            key = index  # a group of one
+            key = index  # measured alone
         alike.setdefault(key, []).append(index)
     norms = list(tensors)
     for indices in alike.values():

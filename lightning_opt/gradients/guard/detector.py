@@ -193,7 +193,8 @@ class Detector:
             if self._band is not None:
                 states = [history["loss"], history["norm"]]
                 history["bands"] = DeviceBands(self._band, states, both.device)
-        inside = torch.searchsorted(cache.tensors["bounds"], both[:, None])[:, 0]  # NaN is above
+        # 0 is below the bounds, 1 inside, and 2 above or NaN.
+        inside = torch.searchsorted(cache.tensors["bounds"], both[:, None])[:, 0]
         cases: list[Any] = [WITHIN, WITHIN]
         if self._band is not None:
             x = both.log().nan_to_num(-math.inf, -math.inf, -math.inf)

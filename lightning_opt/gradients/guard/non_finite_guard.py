@@ -310,7 +310,7 @@ class NonFiniteGuard(GradientCallback):
         if not faults and not damaged:
             tensors = self._tensors(pl_module)
             self._restores, self._good_batches = 0, self.snapshot_every_n_steps
-            if not any(map(is_lazy, tensors.values())):  # else after the first good step
+            if not any(map(is_lazy, tensors.values())):  # otherwise wait for the first good step
                 self._snapshot.take(trainer, tensors)
                 self._good_batches = 0
             return

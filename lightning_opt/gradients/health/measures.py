@@ -176,7 +176,7 @@ class ActivationWatch:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._active = False
-        self._outputs: list[tuple[str, Tensor]] = []  # name and magnitude, of this batch
+        self._outputs: list[tuple[str, Tensor]] = []  # names and magnitudes of this batch
         self._batches: list[tuple[int, int, tuple[str, ...], Tensor]] = []
         self._batch = (0, 0)
 

@@ -53,7 +53,7 @@ class _Keep(torch.autograd.Function):
 class _Call(NamedTuple):
     run: Run
     leaves: list[Any]
-    kept: Any  # the output of `_Keep`; None if no input is from outside
+    kept: Any  # the output of `_Keep`; None if no tensor comes from outside the segment
     autocast: list[dict[str, Any]]
 
     def repeat(self, outputs: list[list[Tensor]]) -> Any:

@@ -197,7 +197,7 @@ def _expensive_operators(
 def _profile_memory(runner: StepRunner, blocks: Sequence[Block]) -> StepProfile:
     timelines: list[Timeline] = []
     with AppliedPlan(every_layer(blocks)) as applied:
-        runner.step.run()  # finds the buffers that are written
+        runner.step.run()  # a first run, which detects the buffers that blocks write
 
         def start(stack: ExitStack) -> None:
             timelines.append(Timeline(blocks, stack.enter_context(measuring(runner.device))))

@@ -68,7 +68,7 @@ class CountingScaler(torch.amp.GradScaler):
         if new_scale is not None or scale is None or not found:
             super().update(new_scale)
             return
-        for flags in found:  # torch's own copy to the host does not wait for the device
+        for flags in found:  # `super().update` copies flags to the host without waiting for them
             flags.update({device: move(flag, scale.device) for device, flag in flags.items()})
         overflow: Condition = sum(flag for flags in found for flag in flags.values()) > 0
         at_floor: Condition = scale <= self.min_scale

@@ -216,7 +216,8 @@ class StepProfiler(BaseProfiler):
         peak_flops: float | None = None,
         print_table: bool = True,
     ) -> None:
-        self._run: StepRun | None = None  # set before checks: `Profiler.__del__` reads these three
+        # Set before the checks below, which may raise: `Profiler.__del__` reads these three.
+        self._run: StepRun | None = None
         self._stage: str | None = None
         self._output_file = None
         self.log_every_n_steps = check_at_least("log_every_n_steps", log_every_n_steps, 0)

@@ -77,7 +77,7 @@ class StepRun:
         phase = self.clock.phases.of(action, self.trainer)
         if phase != phases.OTHER:  # such names may never repeat, and would fill the cache
             self._phase_of[action] = phase
-        # Setup ends when an evaluation fetches its first batch.
+        # An evaluation's setup ends when it fetches its first batch.
         if phase == phases.DATA and self.clock.depth == 0:
             self.clock.set_default_phase(phases.LOOP)
         return phase

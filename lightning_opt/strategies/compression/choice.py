@@ -106,7 +106,7 @@ class AutoChoice:
         self.choice = names.index(name) if name in names else None
         self._place = -1 - self._warmup_steps  # number of the latest step; trials start at 0
         self._step_start = 0.0
-        self._seconds: dict[int, list[float]] = defaultdict(list)  # of the steps of each trial
+        self._seconds: dict[int, list[float]] = defaultdict(list)  # of each step, by trial
         self._medians: list[float] = []
 
     @property

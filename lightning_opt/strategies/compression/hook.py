@@ -96,7 +96,7 @@ class Traffic:
 def second_group(default_group: Any) -> Any:
     """Return a second group of all ranks. Later runs reuse it, because a group cannot safely close.
 
-    Every rank must call this.
+    Every rank must call this. ``default_group`` is only the key under which the group is cached.
     """
     return dist.new_group()
 

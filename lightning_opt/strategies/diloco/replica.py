@@ -187,7 +187,7 @@ class Replica:
         self._reported_step = self._step
         self._sent, self._waited = 0, 0.0  # bytes and seconds since the last report
         self._synchronized = True
-        # The step at which to merge each fragment in flight, and its outcome.
+        # By fragment in flight: the step at which to merge it, and its outcome.
         self._in_flight: dict[int, tuple[int, Future[Outcome]]] = {}
         self._norms: dict[int, Tensor] = {}
         self.thread = ExchangeThread()
