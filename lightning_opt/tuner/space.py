@@ -150,9 +150,8 @@ class Space:
         base, settings = as_mapping(self.base), as_mapping(switch.settings)
         if shared := class_names(base) & class_names(settings):
             return f"base has {', '.join(sorted(shared))} already"
-        values = {name: value for name, value in settings.items() if name not in LISTS}
-        if values and all(base.get(name) == value for name, value in values.items()):
-            return "base sets " + ", ".join(f"{name}={value!r}" for name, value in values.items())
+        if settings and all(base.get(name) == value for name, value in settings.items()):
+            return "base sets " + ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return ""
 
     def allows(self, names: Iterable[str]) -> bool:

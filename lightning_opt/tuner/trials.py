@@ -301,8 +301,8 @@ class Trials:
 
         The end of a turn synchronizes the GPU, and loader workers pause between turns.
         """
-        block, facts = self.baseline.steps_per_block, run.observations.facts
-        if facts.device != "cpu" or facts.workers:
+        block, known = self.baseline.steps_per_block, (run.observations, self.baseline.observations)
+        if any(one.facts.device != "cpu" or one.facts.workers for one in known):
             return block
         return min(block, max(1, round(TURN_SECONDS / self.baseline.step_seconds)))
 

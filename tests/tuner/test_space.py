@@ -107,7 +107,9 @@ def test_invalid_candidates_raise(candidates: Any, match: str) -> None:
 
 def test_switches_in_base_are_left_out() -> None:
     base = {"precision": "bf16-mixed", "callbacks": [lo.FusedOptimizer()]}
-    left = Space("throughput", NET, base=base).left_out
+    more = {**base, "callbacks": [lo.ChannelsLast()]}
+    left = Space("throughput", NET, {"fused": True, "bf16": True, "more": more}, base).left_out
+    assert "more" not in left
     assert left["fused"] == "base has FusedOptimizer already"
     assert left["bf16"] == "base sets precision='bf16-mixed'"
     assert "base" in Space("throughput", NET, base=lambda: base).left_out["bf16"]

@@ -268,21 +268,24 @@ def test_clear_differences_need_the_fewest_rounds(tmp_path: Path) -> None:
     assert len(near.pairs_by_start[0]) > 4
 
 
+CPU, WORKERS = Plan(device="cpu"), Plan(device="cpu", workers=2)
+
+
 @pytest.mark.parametrize(
-    ("candidate", "whole"),
-    [(Plan(device="cpu"), False), (Plan(device="cpu", workers=2), True), (Plan(), True)],
+    ("baseline", "candidate", "whole"),
+    [(CPU, CPU, False), (CPU, WORKERS, True), (WORKERS, CPU, True), (Plan(), Plan(), True)],
 )
 def test_turns_are_whole_blocks_on_gpu_and_with_workers(
-    tmp_path: Path, candidate: Plan, whole: bool
+    tmp_path: Path, baseline: Plan, candidate: Plan, whole: bool
 ) -> None:
-    world = world_of(tmp_path, same=candidate)
+    world = World({(): baseline, ("same",): candidate}, tmp_path)
     rounds = len(run(world, [("same",)])[("same",)].pairs_by_start[0])
     assert (world.turns.count(5) >= 2 * rounds) == whole
     assert (world.turns.count(1) >= 10 * rounds) != whole
 
 
 def test_turns_alternate_and_rounds_start_with_either(tmp_path: Path) -> None:
-    world = world_of(tmp_path, same=Plan(device="cpu"))
+    world = World({(): CPU, ("same",): CPU}, tmp_path)
     rounds = len(run(world, [("same",)])[("same",)].pairs_by_start[0])
     assert rounds >= 4
     timed = world.turn_switches[-10 * rounds :]
