@@ -31,10 +31,11 @@ STEP_HOOKS = (
 
 
 EXPLANATION = [
-    "Steps of a real Trainer, from the end of one to the end of the next. ms a step: median over "
-    "rounds of the mean wall time. of bare: median of the ratios within a round; that of a second "
-    "bare step is the noise. 1 + hooks: time in the callbacks' hooks relative to the rest of the "
-    "same steps, in CPU time on a CPU, on the host with a GPU."
+    "Steps of a real Trainer, timed from the end of one step to the end of the next. `ms a step`: "
+    "mean wall time within a round, median over rounds. `of bare`: the time as a ratio to the bare "
+    "step, median over rounds; a row `bare step again` shows the noise of this ratio. `1 + hooks`: "
+    "1 plus the time in the callbacks' hooks as a share of the rest of the step, in CPU time on a "
+    "CPU and in wall time of the host on a GPU."
 ]
 
 

@@ -250,7 +250,7 @@ def found_by(callback: L.Callback, run: str) -> list[str]:
             for row in callback.report().rows
         ]
     if isinstance(callback, lo.AttentionBackend):
-        return [f"{run}: backend {row['backend']!r} serves." for row in callback.report().rows]
+        return [f"{run}: the backend is {row['backend']!r}." for row in callback.report().rows]
     if isinstance(callback, lo.CompileModel):
         seconds = sum(row["seconds"] for row in callback.report().rows)
         return [f"{run}: compiled in {seconds:.1f} s."]

@@ -34,13 +34,20 @@ from lightning_opt.core.numerics.ratios import median_ratio
 SAMPLES = 16384
 RUNS = 5
 NOTES = (
-    "Five searches a model, each followed by a round of a grid of the sizes 8, 11, 16, 23 ... 256 "
-    "in another order, at least ten steps and a second each. The best of the grid has the highest "
-    "median of five rounds. What was found is then timed beside it in ten further rounds, since "
-    "the best of many noisy timings is partly luck: medians of the ratio within a round. Seconds "
-    "are a search's, and the grid's are those of all five rounds. glibc's thresholds are held at "
-    "32 MB: by themselves they follow what was freed before, and the same size then takes 0.65 of "
-    "the time or all of it, depending on which sizes ran earlier.",
+    "Five searches per model. After each, a grid of the sizes 8, 11, 16, 23 ... 256 is timed in "
+    "random order, with at least ten steps and one second per size. `found`: the size that each "
+    "search returned. `best of the grid`: the size with the most samples per second, as a median "
+    "of five rounds. `speed / best of the grid`: samples per second of each found size, as a ratio "
+    "to the best of the grid, median over ten further rounds. `at least 0.95`: searches with a "
+    "ratio of at least 0.95. `seconds`: median time of a search. `seconds / grid's`: this time, as "
+    "a share of the time of all five rounds of the grid.",
+    "glibc's allocation thresholds are fixed at 32 MB. By default they depend on earlier frees: "
+    "the same size took 0.65 or 1.0 of the time, depending on which sizes ran before.",
+)
+LARGEST_NOTE = (
+    "`room, MB`: address space that the training may add. `found`: the size that the search "
+    "returned, after `trials` trials and `seconds` seconds. `exhaustive`: the largest size that "
+    "fits, within 0.5%, by bisection with real trainings."
 )
 TIMEOUT = 600.0
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -245,7 +252,7 @@ def largest_sizes(arguments: argparse.Namespace) -> None:
             }
         )
     title = "Largest batch size under a limited address space"
-    publish("batch_size_largest", lo.Report(title, rows), arguments)
+    publish("batch_size_largest", lo.Report(title, rows, [LARGEST_NOTE]), arguments)
 
 
 def main() -> None:
@@ -270,7 +277,7 @@ def main() -> None:
     known = json.loads(file.read_text()).get("runs", {}) if only and file.exists() else {}
     known.update({name: describe(*values) for name, values in times.items()})
     rows = [{"model": name, **known[name]} for name in MODELS if name in known]
-    title = "Batch size of most samples a second"
+    title = "Fastest batch size"
     publish("batch_size_fastest", lo.Report(title, rows, list(NOTES)), arguments, runs=known)
 
 
@@ -282,10 +289,10 @@ def describe(
     return {
         "found": ", ".join(map(str, found)),
         "best of the grid": best,
-        "samples a second, of the best": ", ".join(f"{share:.2f}" for share in shares),
-        "of 0.95 and more": f"{sum(share >= 0.95 for share in shares)} of {len(shares)}",
+        "speed / best of the grid": ", ".join(f"{share:.2f}" for share in shares),
+        "at least 0.95": f"{sum(share >= 0.95 for share in shares)} of {len(shares)}",
         "seconds": round(statistics.median(seconds), 1),
-        "of the grid's": round(statistics.median(seconds) / grid, 2),
+        "seconds / grid's": round(statistics.median(seconds) / grid, 2),
     }
 
 

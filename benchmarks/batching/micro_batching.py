@@ -57,6 +57,22 @@ TIMEOUT = 120.0
 GPU_SECONDS = 42.0
 """Seconds after which no further training under a limit starts on a GPU."""
 
+COST_NOTE = (
+    "`accumulate`: accumulate_grad_batches. `ms a bare step`: median step without MicroBatching. "
+    "`us added`: median step with MicroBatching minus the bare step, in microseconds. `of the bare "
+    "step`: ratio of a step with MicroBatching to the bare step before it, median."
+)
+ENDS_NOTE = (
+    "`completed, right weights and samples`: as in a run without a limit. `one clear error`: the "
+    "error that even one sample does not fit. `retries`: attempts that ran out of memory and were "
+    "repeated with smaller micro-batches, in all trainings."
+)
+BARE_NOTE = "`bare run completed`: runs without MicroBatching that complete under the same limit."
+REGROWTH_NOTE = (
+    "`of ...`: throughput as a ratio to that run. `retries`: attempts that ran out of memory and "
+    "were repeated with smaller micro-batches, in the first of the runs of this kind."
+)
+
 
 def quiet_trainer(**settings: Any) -> L.Trainer:
     """Return a Trainer for one epoch that prints and saves nothing."""
@@ -126,7 +142,7 @@ def measure_cost(
         "model": name,
         "accumulate": accumulate,
         "ms a bare step": round(1e3 * statistics.median(bare), 3),
-        "us more": round(1e6 * (statistics.median(with_us) - statistics.median(bare)), 1),
+        "us added": round(1e6 * (statistics.median(with_us) - statistics.median(bare)), 1),
         "of the bare step": round(statistics.median(ratios), 4),
     }
 
@@ -316,7 +332,7 @@ def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "completed, right weights and samples": ends.pop("completed", 0),
                 "one clear error": ends.pop("one clear error", 0),
                 "anything else": sum(ends.values()),
-                "attempts taken back": sum(result["retries"] for result in own),
+                "retries": sum(result["retries"] for result in own),
             }
         )
         for end in ends:
@@ -436,7 +452,7 @@ def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
                 seconds["hand-tuned fixed size"] / seconds[kind], 3
             ),
             "of the run without a limit": round(seconds["no limit"] / seconds[kind], 3),
-            "attempts taken back": runs[kind][0]["retries"],
+            "retries": runs[kind][0]["retries"],
         }
         for kind in kinds
     ]
@@ -453,8 +469,8 @@ def publish_cost(arguments: Any, counts: Any) -> None:
         torch.manual_seed(0)
         pairs = 10 if arguments.quick else pairs
         rows.append(measure_cost(name, make(), accumulate, pairs, arguments.device))
-    title = "A step with MicroBatching('auto') while everything fits"
-    publish("micro_batching_cost", lo.Report(title, rows), arguments)
+    title = "Cost of MicroBatching('auto') while everything fits"
+    publish("micro_batching_cost", lo.Report(title, rows, [COST_NOTE]), arguments)
 
 
 def publish_survival(arguments: Any, counts: Any) -> None:
@@ -466,10 +482,11 @@ def publish_survival(arguments: Any, counts: Any) -> None:
     for runs in measure_survival(trainings, arguments.device):
         rows = tabulate([{"where": "?", "retries": 0, **run} for run in runs])
         if on_cpu:
-            publish("micro_batching_survival", lo.Report(title, rows), arguments)
+            report = lo.Report(title, rows, [BARE_NOTE, ENDS_NOTE])
+            publish("micro_batching_survival", report, arguments)
         else:
             notes = [describe_failure(run) for run in runs if run["end"] != "completed"]
-            report = lo.Report(title, rows, notes)
+            report = lo.Report(title, rows, [BARE_NOTE, ENDS_NOTE, *notes])
             publish("micro_batching_survival", report, arguments, runs=runs)
 
 
@@ -487,15 +504,15 @@ def describe_failure(run: dict[str, Any]) -> str:
 def publish_pairs(arguments: Any, counts: Any) -> None:
     """The same for one of two ranks."""
     rows = measure_pairs(2 if arguments.quick else counts.pairs)
-    title = "Trainings on two ranks of DDP, of which one alone has a limited address space"
-    publish("micro_batching_pairs", lo.Report(title, rows), arguments)
+    title = "Trainings on two DDP ranks, one of them with a limited address space"
+    publish("micro_batching_pairs", lo.Report(title, rows, [ENDS_NOTE]), arguments)
 
 
 def publish_regrowth(arguments: Any, counts: Any) -> None:
     """Measure the throughput with rare long batches, and publish the table."""
     rows = measure_regrowth(110 if arguments.quick else 400, 1 if arguments.quick else 3)
-    title = "Throughput where one batch in a hundred is eight times longer and does not fit"
-    publish("micro_batching_regrowth", lo.Report(title, rows), arguments)
+    title = "Throughput if one batch in a hundred is eight times longer and does not fit"
+    publish("micro_batching_regrowth", lo.Report(title, rows, [REGROWTH_NOTE]), arguments)
 
 
 PARTS = {

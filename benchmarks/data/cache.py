@@ -222,8 +222,9 @@ def main() -> None:
         ranks: memory_of_ranks(large, ranks) - memory_of_ranks(small, ranks) for ranks in (1, 2)
     }
     notes = [
-        f"Items of {BYTES} bytes, on a disk; medians.",
-        f"A cache of {large} MB in memory takes, more than one of {small} MB, with all processes: "
+        f"`items`: number of cached items on disk, of {BYTES} bytes each. `µs hit`: median time "
+        "to get a cached item. `µs miss`: median time to get another item when the cache is full.",
+        f"Memory of a full cache of {large} MB minus one of {small} MB, over all processes: "
         + ", ".join(f"{value:.0f} MB with {workers} workers" for workers, value in taken.items())
         + "".join(f", {value:.0f} MB with {n} rank{'s'[: n - 1]}" for n, value in of_ranks.items())
         + ".",
@@ -236,15 +237,18 @@ def main() -> None:
     publish(
         "cache_hits",
         lo.Report(
-            "A hit, beside other stores of the same arrays on a disk",
+            "Reading a cached array, compared with other stores on disk",
             hits,
-            ["Median µs of processor time to get an array with its own memory, in each process."],
+            [
+                "Median CPU time, in µs, of one process to read an array into its own memory. "
+                "`KB`: size of an array. `workers`: loader workers that read at the same time."
+            ],
         ),
         arguments,
     )
     publish(
         "cache",
-        lo.Report("What CachedDataset costs", rows, notes),
+        lo.Report("Cost of CachedDataset", rows, notes),
         arguments,
         memory=taken,
         of_ranks=of_ranks,

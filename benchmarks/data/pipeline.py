@@ -224,7 +224,7 @@ def main() -> None:
                     "workers": one.workers,
                     "prefetch": one.prefetch,
                     "samples/s": statistics.median(rates[kind]),
-                    "of the grid's best": {
+                    "samples/s / grid's": {
                         "default": statistics.median(
                             a / b for a, b in zip(rates["default"], rates["grid"], strict=True)
                         ),
@@ -232,21 +232,23 @@ def main() -> None:
                         "tuner": statistics.median(ratios),
                     }[kind],
                     "found in s": {"default": None, "grid": gridding, "tuner": tuning}[kind],
-                    "of the grid's time": tuning / gridding if kind == "tuner" else None,
+                    "found in s / grid's": tuning / gridding if kind == "tuner" else None,
                 }
             )
         tables[name] = {"grid settings": settings, "tuner": table.to_dict()}
         print(table, flush=True)
     items = time_items(Computed(), 200 if quick else 1000)
     report = lo.Report(
-        "Training throughput by settings of the loader",
+        "Training throughput with different loader settings",
         rows,
         [
-            f"A grid of workers x prefetch_factor {PREFETCH}, {seconds:g} s a setting behind its "
-            f"start; the medians of {rounds} interleaved rounds. Batches of {BATCH}; at most "
-            f"{cores} workers, and {max(cores, MAX_WAITING_WORKERS)} for the dataset that waits.",
-            "An item of the dataset that computes, in µs: "
-            + ", ".join(f"{row['item']} {row['µs']:.0f}" for row in items)
+            f"`grid`: the best of a grid of workers x prefetch_factor {PREFETCH}, each setting "
+            f"timed for {seconds:g} s after its workers have started. `samples/s`: median of "
+            f"{rounds} interleaved rounds. `found in s`: time of the search. Batches of {BATCH}; "
+            f"at most {cores} workers, and {max(cores, MAX_WAITING_WORKERS)} for the dataset that "
+            "waits.",
+            "Time to get an item of the dataset that computes, in µs: "
+            + "; ".join(f"{row['item']} {row['µs']:.0f}" for row in items)
             + ".",
         ],
     )

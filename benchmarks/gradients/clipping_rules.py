@@ -1,15 +1,8 @@
 """Thresholds of each clipping rule on known sequences of norms.
 
 Supports the choice of ``Robust`` as the default of ``AdaptiveClipping``. Norms are lognormal with a
-deviation of 0.2 around 1. Each scenario runs over many seeds; the table has medians.
-
-steady    share of steps clipped on 10,000 norms without any event (after the first 1,000)
-spike     what passes of one norm of 100 times the usual after 600 steps, in usual norms
-burst     what passes of the last of ten such norms in a row
-shift     steps until a lasting tenfold norm is accepted: from then on at most 5% of 50 are clipped
-drift     share of steps clipped while the norm grows by 0.5% a step
-decay     share of steps clipped while the norm falls from tenfold, as at the start of a training
-early     what passes of a 100-fold norm at step 150 if another one came in the warm-up, at step 5
+deviation of 0.2 around 1. Each scenario runs over many seeds; the table has medians. ``NOTES``
+describes the scenarios.
 """
 
 from __future__ import annotations
@@ -31,6 +24,20 @@ RULES: dict[str, Callable[[], lo.NormRule]] = {
     "Percentile()": lo.Percentile,
     "Percentile(90, window=200)": lambda: lo.Percentile(90.0, 200),
 }
+
+NOTES = [
+    "`steady`: share of steps clipped if nothing happens, over 9,000 steps.",
+    "`spike`: size to which a norm of 100 times the usual is clipped, at step 600; 1x is the usual "
+    "norm.",
+    "`burst`: size to which the last of ten such norms in a row is clipped.",
+    "`shift`: steps until a norm that stays ten times as large is accepted, that is until at most "
+    "5% of the next 50 steps are clipped.",
+    "`drift`: share of steps clipped while the norm grows by 0.5% per step.",
+    "`decay`: share of steps clipped while the norm falls from ten times the usual, as at the "
+    "start of a training.",
+    "`early`: size to which a norm of 100 times the usual is clipped at step 150, after another "
+    "one during warm-up, at step 5.",
+]
 
 
 def thresholds(rule: lo.NormRule, norms: np.ndarray) -> np.ndarray:
@@ -101,8 +108,8 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     seeds = 2 if arguments.quick else 15
     rows = [{"rule": name, **measure(make, seeds)} for name, make in RULES.items()]
-    notes = [line for line in __doc__.splitlines()[6:] if line]
-    publish("clipping_rules", lo.Report("Clipping rules", rows, notes), arguments, seeds=seeds)
+    report = lo.Report("Clipping rules on known sequences of norms", rows, NOTES)
+    publish("clipping_rules", report, arguments, seeds=seeds)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,12 @@ NEVER = 10**9
 
 WATCHED_STEP = 4
 
+LAUNCHES_NOTE = (
+    "`launches`: operators that torch dispatches in a step, except views. `launches added`: "
+    "launches minus those of the bare step. `waits`: torch's warnings that the host waits for the "
+    "GPU; empty if it never does."
+)
+
 
 class Language(Regression):
     """A GPT as the module of the benchmark."""
@@ -83,8 +89,9 @@ def main() -> None:
     """Measure and publish."""
     arguments = parse_arguments(__doc__ or "")
     device = arguments.device
+    size = size_for(device, "124M")
     with torch.device(device):
-        network = GPT(size_for(device, "124M"))
+        network = GPT(size)
     module = Language(network, network.batch(8, device), fused=device == "cuda")
     candidates: dict[str, list[L.Callback]] = {
         "bare": [],
@@ -106,8 +113,8 @@ def main() -> None:
         fit(module, watched, WATCHED_STEP + 2, **options.get(kind, {}))
     rounds, steps = (1, 5) if arguments.quick else (5, 10) if device == "cuda" else (10, 20)
     bare = starts["bare"].launches.total
-    notes = [*EXPLANATION, "Launches: operators that torch dispatches in a step, except views."]
-    title = f"A step of a GPT ({size_for(device, '124M')}, bf16 autocast, 8 samples)"
+    notes = [*EXPLANATION, LAUNCHES_NOTE]
+    title = f"Cost of gradient callbacks in a GPT ({size}, bf16 autocast, 8 samples)"
 
     def write(times: dict[str, StepTimes]) -> None:
         rows = [
@@ -115,7 +122,7 @@ def main() -> None:
                 "step": kind,
                 **timed.row(times["bare"]),
                 "launches": starts[kind].launches.total,
-                "more than bare": starts[kind].launches.total - bare,
+                "launches added": starts[kind].launches.total - bare,
                 "waits": " ".join(starts[kind].waits),
             }
             for kind, timed in times.items()

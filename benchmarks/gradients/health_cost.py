@@ -97,7 +97,8 @@ def main() -> None:
     rounds = (2, 1) if quick else (4, 3) if device == "cuda" else (20, 5)
     notes = [
         *EXPLANATION,
-        "Reports are 50 steps apart on the MLP and 10 on the transformer (50 is the default).",
+        "GradientHealth reports every 50 steps (the default) on the MLP and every 10 steps on the "
+        "transformer.",
     ]
     rows = measure("40-tensor MLP", forty_tensor_mlp(device), rounds[0], 50)
     report = lo.Report("Cost of watching gradients", rows, notes)

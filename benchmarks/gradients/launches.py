@@ -59,10 +59,10 @@ def main() -> None:
         count = launches_with(make()) - alone
         rows.append({"what": f"{name}, added to clipping", "operators": count, "bound": bound})
     notes = [
-        "operators: all that a step dispatches, except views; 98 parameters, no report. bound: the "
-        "limit in tests/fake_cuda/test_launches.py."
+        "`operators`: operators that a step without a report dispatches for 98 parameters, except "
+        "views. `bound`: the limit that tests/fake_cuda/test_launches.py enforces."
     ]
-    publish("launches", lo.Report("Operators of a step on a GPU", rows, notes), arguments)
+    publish("launches", lo.Report("Operators per step on a GPU", rows, notes), arguments)
 
 
 if __name__ == "__main__":

@@ -224,12 +224,12 @@ def measure(
 
 
 NOTES = [
-    "time and peak: as shares of plain Lightning (attention by hand, rotary angles computed at "
-    "each call, AdamW as torch makes it, float32, no compilation). peak: how far a step raises "
-    "memory, so activations, temporaries and gradients, not weights and optimizer state. loss: of "
-    "the last timed step, after the same number of steps for all switches of a model.",
-    "SelfAttention stands for torch's attention instead of one written by hand, RotaryEmbedding "
-    "for cached angles. all: all of a model's switches; CompileModel takes the whole model on CUDA "
+    "`time`, `peak`: ratios to plain Lightning (hand-written attention, rotary angles computed at "
+    "each call, torch's default AdamW, float32, no compilation). `peak`: by how much a step raises "
+    "memory: activations, temporary tensors and gradients, but not weights and optimizer state. "
+    "`loss`: at the last timed step, after equally many steps in all rows of a model.",
+    "`SelfAttention`: torch's attention instead of the hand-written one. `RotaryEmbedding`: cached "
+    "angles. `all`: all switches of the model; CompileModel then compiles the whole model on CUDA, "
     "and regions on a CPU.",
 ]
 
@@ -247,7 +247,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in own.models:
         rows += measure(name, size, arguments.device, rounds, own.switches)
-        report = lo.Report("Switches of compute, against plain Lightning", rows, NOTES)
+        report = lo.Report("Compute switches, compared with plain Lightning", rows, NOTES)
         publish("compute", report, arguments)
 
 

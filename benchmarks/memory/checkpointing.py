@@ -78,13 +78,15 @@ TORCH = "torch's checkpoint"
 M_MMAP_THRESHOLD = -3
 """Of ``mallopt`` in glibc."""
 NOTES = [
-    "held: bytes of all tensors between forward and backward pass. counted: their peak. peak: the "
-    "same of the process (on CUDA of the allocator), above parameters and gradients, with malloc "
-    "told to give back what is freed. FLOPs and time: of forward and backward pass.",
-    "For auto with a budget (a share of the peak): predicted peak, its distance from the measured "
-    "one in points, whether the planner calls the budget feasible, whether the measured peak is "
-    "within it, and the fastest fixed policy whose measured peak is within it. Where a budget is "
-    "not feasible, the row shows the smallest plan.",
+    "Ratios to policy none. Memory excludes parameters and gradients. `after forward`: bytes of "
+    "all tensors between forward and backward pass. `tensor peak`: peak bytes of all tensors "
+    "during the step. `peak`: peak memory of the process (on CUDA, of torch's allocator); malloc "
+    "returns freed memory at once. `FLOPs`, `time`: of forward and backward pass.",
+    "A row `auto, x` has a budget of x of the peak. `predicted`: the planner's prediction of the "
+    "peak. `error, points`: its distance from the measured peak, in percentage points. `feasible`: "
+    "whether the planner can meet the budget; if not, the row shows the plan with the lowest peak. "
+    "`meets budget`: whether the measured peak does. `fastest fixed policy`: the fastest other "
+    "policy whose measured peak meets the budget, and its time.",
 ]
 BUDGETS = (0.2, 0.3, 0.4, 0.5, 0.7)
 
@@ -347,8 +349,8 @@ def measure(
         {
             "model": name,
             "policy": label,
-            "held": round(held[label] / held["none"], 3),
-            "counted": round(counted[label] / counted["none"], 3),
+            "after forward": round(held[label] / held["none"], 3),
+            "tensor peak": round(counted[label] / counted["none"], 3),
             "peak": round(peaks[label] / peaks["none"], 3),
             "FLOPs": round(flops[label] / flops["none"], 3),
             "time": round(median_ratio(seconds[label], seconds["none"]), 3),
@@ -360,12 +362,12 @@ def measure(
         if row["policy"] in outcomes:
             budget, outcome = float(row["policy"].split(", ")[1]), outcomes[row["policy"]]
             row["predicted"] = round((outcome.predicted + profile.reserve) / unchecked, 3)
-            row["off by"] = round(100 * abs(row["predicted"] - row["peak"]), 1)
+            row["error, points"] = round(100 * abs(row["predicted"] - row["peak"]), 1)
             row["feasible"] = outcome.fits
-            row["within"] = row["peak"] <= budget
+            row["meets budget"] = row["peak"] <= budget
             meeting = [r for r in by_hand if r["peak"] <= budget]
             best = min(meeting, key=lambda r: r["time"], default=None)
-            row["best by hand"] = f"{best['policy']} {best['time']:.2f}" if best else "none"
+            row["fastest fixed policy"] = f"{best['policy']} {best['time']:.2f}" if best else "none"
     return rows
 
 
@@ -383,7 +385,7 @@ def main() -> None:
             rounds = 5 if name in SLOW else 9
             rounds = 3 if arguments.quick else rounds
             rows += measure(name, arguments.device, arguments.quick, rounds, fresh)
-            title = "Activation checkpointing: everything as a share of policy none"
+            title = "Activation checkpointing, compared with no checkpointing"
             report = lo.Report(title, rows, NOTES)
             publish(record, report, arguments, complete=name == names[-1])
 

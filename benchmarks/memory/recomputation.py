@@ -146,8 +146,8 @@ def compare_with_torch(name: str, step: ModelStep, rounds: int) -> list[dict[str
             "model": name,
             "policy": policy,
             "ms": round(1e3 * statistics.median(seconds[policy]), 1),
-            "of torch's": round(median_ratio(seconds[policy], seconds[f"{policy} by torch"]), 3),
-            "of none": round(median_ratio(seconds[policy], seconds["none"]), 3),
+            "time / torch": round(median_ratio(seconds[policy], seconds[f"{policy} by torch"]), 3),
+            "time / none": round(median_ratio(seconds[policy], seconds["none"]), 3),
         }
         for policy in plans
     ]
@@ -175,7 +175,8 @@ def compare_with_all_plans(name: str, step: ModelStep, rounds: int) -> list[dict
         found = plan_step(profile, limit)
         within = [n for n in quickest if peaks[int(n)] + profile.reserve <= limit]
         if not found.fits or not within:
-            rows.append({"model": name, "budget": budget, "plans": len(plans), "within": 0})
+            row = {"model": name, "budget": budget, "plans": len(plans), "plans in budget": 0}
+            rows.append(row)
             continue
         # The minimum of many noisy times is too low, so the fastest few run again.
         best = sorted(within, key=lambda number: quickest[number])[:3]
@@ -187,10 +188,10 @@ def compare_with_all_plans(name: str, step: ModelStep, rounds: int) -> list[dict
                 "model": name,
                 "budget": budget,
                 "plans": len(plans),
-                "within": len(within),
+                "plans in budget": len(within),
                 "auto ms": round(1e3 * statistics.median(seconds["auto"]), 2),
                 "best ms": round(1e3 * statistics.median(seconds[fastest]), 2),
-                "auto of best": round(median_ratio(seconds["auto"], seconds[fastest]), 3),
+                "auto / best": round(median_ratio(seconds["auto"], seconds[fastest]), 3),
             }
         )
     return rows
@@ -205,17 +206,23 @@ def main() -> None:
     rows = []
     for name, made in models.items():
         rows += compare_with_torch(name, ModelStep(made), rounds)
-    notes = ["of torch's, of none: medians of the ratios within a round."]
-    report = lo.Report("Recomputation beside torch.utils.checkpoint", rows, notes)
+    notes = [
+        "`ms`: time of forward and backward pass. `time / torch`: as a ratio to torch's "
+        "`checkpoint` around the same blocks. `time / none`: as a ratio to no checkpointing. Both "
+        "ratios are medians over rounds."
+    ]
+    report = lo.Report("Recomputation, compared with torch.utils.checkpoint", rows, notes)
     publish("recomputation", report, arguments)
     rows = []
     for name, made in {"MLP": mixed_mlp(), "transformer": mixed_transformer()}.items():
         rows += compare_with_all_plans(name, ModelStep(made), rounds)
     notes = [
-        "plans: combinations of the options of all blocks; within: those whose measured peak is "
-        "within the budget, a share of the unchecked peak. best: the fastest of these."
+        "`budget`: largest allowed peak, as a share of the peak without checkpointing. `plans`: "
+        "all combinations of the blocks' options. `plans in budget`: those whose measured peak is "
+        "within the budget. `best ms`: time of the fastest of these. `auto / best`: ratio of the "
+        "times, median over rounds."
     ]
-    report = lo.Report('The plan of "auto" beside all plans', rows, notes)
+    report = lo.Report('The plan of "auto", compared with all plans', rows, notes)
     publish("recomputation_plans", report, arguments)
 
 

@@ -70,25 +70,25 @@ def main() -> None:
     idle, busy = thread_share(seconds, 0, device), thread_share(seconds, 8, device)
     rows = [
         {"cost": "time within hooks, reports included", "of a step": f"{hooks:.3%}"},
-        {"cost": "CPU time of the thread", "of a step": f"{idle:.3%}"},
-        {"cost": "the same with 8 child processes", "of a step": f"{busy:.3%}"},
-        {"cost": "hooks and thread with 8 children", "of a step": f"{hooks + busy:.3%}"},
+        {"cost": "CPU time of the sampling thread", "of a step": f"{idle:.3%}"},
+        {"cost": "CPU time of the sampling thread, 8 child processes", "of a step": f"{busy:.3%}"},
+        {"cost": "hooks and thread, 8 child processes", "of a step": f"{hooks + busy:.3%}"},
         {
-            "cost": "whole steps, beside bare ones",
+            "cost": "whole steps, compared with bare steps",
             "of a step": f"{median_ratio(times['with it'].seconds, bare) - 1:+.3%}",
         },
         {
-            "cost": "bare steps beside bare ones: the noise",
+            "cost": "noise: bare steps, compared with bare steps",
             "of a step": f"{median_ratio(times['bare again'].seconds, bare) - 1:+.3%}",
         },
     ]
     milliseconds = 1e3 * statistics.median(bare)
     notes = [
-        f"A step takes {milliseconds:.3g} ms (median of {rounds} rounds of {STEPS} steps, with one "
-        "report each). The thread samples once per second. Whole steps: median of the ratios "
-        "within a round."
+        f"A bare step takes {milliseconds:.3g} ms (median of {rounds} rounds of {STEPS} steps). "
+        "Each round contains one report, and the thread samples once per second. Whole steps: "
+        "ratio to bare steps minus 1, median over rounds."
     ]
-    report = lo.Report("Cost of PerformanceMonitor in a step of about 10 ms", rows, notes)
+    report = lo.Report("Cost of PerformanceMonitor", rows, notes)
     publish(
         "monitor_cost",
         report,

@@ -77,8 +77,8 @@ def main() -> None:
         written = (Path(folder) / "report.html").stat().st_size
     rows = [{"what": name, **timed.row(times["bare step"])} for name, timed in times.items()]
     page = (
-        f"A page with four pictures and 100 points a line: {min(pages.seconds):.2f} s, "
-        f"{written / 1e6:.2f} MB."
+        "A page with four plots and 100 points per line takes "
+        f"{min(pages.seconds):.2f} s to write and has {written / 1e6:.2f} MB."
     )
     notes = [*EXPLANATION, f"{rounds} rounds of {steps} steps.", page]
     publish("run_report_cost", lo.Report("Cost of RunReport", rows, notes), arguments)

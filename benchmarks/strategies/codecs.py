@@ -86,8 +86,10 @@ def main() -> None:
             row["times smaller"] = round(smaller[name], 1)
         rows.append(row)
     notes = [
-        "encode: adds the gradient to the residual, compresses, and keeps the rest. decode: adds "
-        "one message to the sum. A step encodes once, and decodes the message of every rank."
+        "`encode`: add the gradient to the residual, compress the sum, and store the error as the "
+        "new residual. `decode`: add one message to the sum. A step encodes the bucket once and "
+        "decodes one message per rank. `/ copy`: time as a ratio to a memory copy of the bucket. "
+        "`times smaller`: size of the bucket divided by the size of the message."
     ]
     title = f"Encoding and decoding a bucket of {numel / 1e6:.1f} million elements"
     publish("compression_cost", lo.Report(title, rows, notes), arguments)

@@ -413,14 +413,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 rows += rows_of(ranks, network, raw[place])
             notes = [
-                "`step`: time of a step, as a ratio to dense. `exchange`: the same for what is "
-                "left after the time of a step without any exchange. `fewer bytes`: what dense "
-                "sends over the interface, headers and all, as a ratio to it. Medians over rounds "
-                f"of the median of {steps} steps, after {LEFT_OUT} that are left out "
-                f"({LEFT_OUT_OF_AUTO} of {AUTO}, which measures and chooses meanwhile).",
+                "`step`: time of a step, as a ratio to dense. `exchange`: the same after the time "
+                "of a step of `no exchange` is subtracted from both. `fewer bytes`: bytes that "
+                "dense sends, divided by bytes that the strategy sends, headers included. "
+                f"Times are medians of {steps} steps, then medians over rounds. The first "
+                f"{LEFT_OUT} steps are not timed ({LEFT_OUT_OF_AUTO} for {AUTO}, which chooses its "
+                "compression in them).",
                 *failed,
             ]
-            title = "A step with 33.6 MB of gradients, compared with plain DDP on the same network"
+            title = "Step time with 33.6 MB of gradients, compared with DDP on the same network"
             name = "compression_buckets" if own.buckets else "compression"
             publish(name, lo.Report(title, rows, notes), arguments, found=raw)
 

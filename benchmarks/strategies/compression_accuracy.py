@@ -170,9 +170,10 @@ def score_outliers(own: argparse.Namespace, arguments: argparse.Namespace) -> No
             title,
             rows,
             [
-                f"Two ranks, means over {len(seeds)} seeds; `spread`: the largest minus the "
-                "smallest with the bad batch, on which one rank's loss is 300 times too large. "
-                "`clipping`: gradient_clip_val=1; `guard`: NonFiniteGuard(spike=8)."
+                f"Two ranks, means over {len(seeds)} seeds. `without`, `with`: final loss without "
+                "and with a batch on which one rank's loss is 300 times too large. `spread`: the "
+                "largest minus the smallest `with` of all seeds. `clipping`: gradient_clip_val=1. "
+                "`guard`: NonFiniteGuard(spike=8)."
             ],
         )
         publish("compression_outlier", report, arguments)
@@ -185,12 +186,12 @@ def accuracy_report(scores: Scores) -> lo.Report:
         task, optimizer, ranks, steps = place.split(", ")
         rows += rows_of(TASKS[task], optimizer, int(ranks.split()[0]), steps, scores[place])
     return lo.Report(
-        "Scores at the end, compared with plain DDP",
+        "Final scores, compared with plain DDP",
         rows,
         [
-            "Means over the seeds. `worse by`: mean over seeds of the difference to dense, in "
-            "percentage points for the accuracy, in percent for the loss; negative is better. "
-            "`spread`: standard deviation of that difference."
+            "`score`: mean of the final scores over seeds. `worse by`: mean difference to dense of "
+            "the same seed, in percentage points of accuracy or percent of the loss; negative is "
+            "better. `spread`: standard deviation of this difference over seeds."
         ],
     )
 

@@ -131,12 +131,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raw[f"{ranks} ranks, {network}"] = found
         rows += rows_of(ranks, network, found)
         notes = [
-            "`step`: time of a step, as a ratio to training without a network; medians over rounds "
-            f"of the mean over {WINDOWS} windows, after {WARMUP} others. `fewer bytes`: what a "
-            "ring all-reduce of the gradients would send in a step, as a ratio to what leaves the "
-            f"interface, headers and all. diloco_streaming: {STREAMING}."
+            "`H`: steps of a window, that is between two exchanges. `step`: time of a step, as a "
+            f"ratio to training without a network. Times are means over {WINDOWS} windows, after "
+            f"{WARMUP} untimed windows, then medians over rounds. `fewer bytes`: bytes that a ring "
+            "all-reduce of the gradients would send per step, divided by bytes that the strategy "
+            f"sends per step, headers included. `diloco_streaming`: {STREAMING}."
         ]
-        title = "A step of DiLoCo with 33.6 MB of weights, compared with no network at all"
+        title = "Step time of DiLoCo with 33.6 MB of weights, compared with no network"
         publish("diloco", lo.Report(title, rows, notes), arguments, found=raw)
 
 

@@ -160,21 +160,26 @@ def report_of(scores: dict[str, Any], steps: int, task: str) -> lo.Report:
                 "spread": round(statistics.pstdev(one["score"] for one in own.values()), 4),
                 "worse by": round(distance(name), 2),
                 **(
-                    {"of Top-K's distance": round(distance(name) / distance(COMPARED), 2)}
+                    {"worse by / Top-K's": round(distance(name) / distance(COMPARED), 2)}
                     if known
                     else {}
                 ),
                 "fewer bytes": round(next(iter(dense.values()))["bytes"] / sent, 1),
             }
         )
+    rates = ", ".join(map(str, RATES[task]))
     return lo.Report(
-        f"{kind.name}: after {steps} steps of AdamW on {RANKS} ranks, each at its best rate",
+        f"{kind.name} after {steps} steps of AdamW on {RANKS} ranks, each method at its best "
+        "learning rate",
         rows,
         [
-            f"Rates tried with seed 0: {', '.join(map(str, RATES[task]))}. `worse by`: median over "
-            "seeds of the difference to dense, in percent of the loss or points of accuracy. "
-            "`fewer bytes`: what dense sends in a step, as a ratio. H: steps of a window. Outer "
-            "rate and momentum are 0.7 and 0.8, messages of 8 bits, unless another stands there."
+            f"`best rate`: the best learning rate for seed 0, out of {rates}. `score`: median over "
+            "seeds. `spread`: its standard deviation over seeds. `worse by`: difference to dense, "
+            "in percent of the loss or percentage points of accuracy, median over seeds. `fewer "
+            "bytes`: bytes that dense sends per step, divided by bytes that the method sends.",
+            "Methods: H is the number of steps between two exchanges; outer is followed by the "
+            "outer learning rate and the outer momentum. If not named, these are 0.7 and 0.8, and "
+            "messages have 8 bits per element.",
         ],
     )
 
@@ -222,14 +227,15 @@ def time_report(scores: dict[str, Any], steps: int, out: Path) -> lo.Report | No
             for other in ("dense", "int8", "Top-K 1%"):
                 if other in seconds:
                     share = seconds[str(row["strategy"])] / seconds[other]
-                    row[f"of {other}"] = round(share, 3)
+                    row[f"hours / {other}"] = round(share, 3)
     return lo.Report(
-        f"Time to a loss of {target:.3f} on 2 ranks, computed",
+        f"Predicted time to a loss of {target:.3f} on 2 ranks",
         rows,
         [
-            "`steps`: until a byte-level GPT reaches the loss under AdamW, median over seeds, each "
-            "method at its best rate; int8 as many as dense. `ms`: a step with 33.6 MB of weights "
-            "over that network, measured. `hours`: their product."
+            "`steps`: steps until a byte-level GPT reaches the loss with AdamW, each strategy at "
+            "its best rate, median over seeds; int8 is assumed to need as many as dense. `ms`: "
+            "measured time of a step with 33.6 MB of weights over that network. `hours`: steps "
+            "times ms."
         ],
     )
 

@@ -216,14 +216,14 @@ class Run:
 
         A process that was killed may lack the last ones.
         """
-        counts: Counter[str] = Counter(compared=0, different=0, unsound=0)
+        counts: Counter[str] = Counter({"compared": 0, "different": 0, "not finite": 0})
         for attempt in range(self.attempts):
             files = [self.folder / f"hashes{rank}-{attempt}" for rank in range(self.ranks)]
             lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
             for of_ranks in zip(*lines, strict=False):
                 counts["compared"] += 1
                 counts["different"] += len(set(of_ranks)) > 1
-                counts["unsound"] += "!" in "".join(of_ranks)
+                counts["not finite"] += "!" in "".join(of_ranks)
         return counts
 
 
@@ -285,9 +285,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{done} random faults",
         rows,
         [
-            "`compared`: after how many exchanges and checkpoints hashes of the weights were "
-            "compared over ranks. `different`: how often they were not the same. `unsound`: how "
-            "often a weight was NaN or infinite. " + ", ".join(f"{k} {v}" for k, v in OUTER.items())
+            "`plan`: arguments of DiLoCoStrategy besides "
+            + ", ".join(f"{key}={value}" for key, value in OUTER.items())
+            + ". `NaN` to `network paused`: number of these faults. `hangs`: faults after which a "
+            f"rank took no step for {PATIENCE:g} s. `compared`: exchanges and checkpoints after "
+            "which the ranks' hashes of the weights were compared. `different`: how often they "
+            "differed. `not finite`: how often a weight was NaN or infinite."
         ],
     )
     publish("diloco_faults", report, arguments)

@@ -223,15 +223,15 @@ def measure(name: str, device: str, runs: int) -> dict[str, Any]:
             for names, count in Counter(answers).items()
         ),
         "time": ", ".join(f"{one.best.ratio or 1.0:.2f}" for one in tuned),
-        "best of all": named(best),
-        "its time": round(every.best.ratio or 1.0, 3),
+        "best combination": named(best),
+        "best's time": round(every.best.ratio or 1.0, 3),
         "answer / best, measured again": ", ".join(f"{share:.2f}" for share in shares),
         "within 5%": f"{sum(share <= 1.05 for share in shares)} of {runs}",
         "trials": round(statistics.median(len(one.trials) - 1 for one in tuned)),
-        "of": len(every.trials) - 1,
+        "combinations": len(every.trials) - 1,
         "tuner s": round(took, 1),
-        "all s": round(grid_seconds, 1),
-        "share of the time": round(took / grid_seconds, 3),
+        "exhaustive s": round(grid_seconds, 1),
+        "tuner s / exhaustive s": round(took / grid_seconds, 3),
     }
 
 
@@ -240,12 +240,14 @@ def named(switches: Switches) -> str:
 
 
 NOTES = [
-    "time: of a step, as a share of the baseline's. of: all combinations that do not exclude each "
-    "other. The last columns: seconds that each search took (of the tuner's, the median), and the "
-    "tuner's as a share.",
-    "answer / best, measured again: side by side with the baseline after the searches; best is the "
-    "fastest then, of the answers and what the search of all called the best. At most 1.05 is "
-    "wanted. share of the time: at most 0.25 is wanted.",
+    "`time`: time of a step with each answer, as a ratio to the baseline, as the tuner measured "
+    "it. `best combination`: the fastest in the exhaustive search. `trials`: trials of the tuner. "
+    "`combinations`: trials of the exhaustive search: all combinations of switches that do not "
+    "exclude each other. `tuner s`, `exhaustive s`: seconds of a search. `trials` and `tuner s` "
+    "are medians over the tuner's searches. Goal for the last column: at most 0.25.",
+    "`answer / best, measured again`: after the searches, the answers and the best combination "
+    "were timed again, in turns. Each number is the time of an answer as a ratio to the fastest of "
+    "them. `within 5%`: answers with a ratio of at most 1.05.",
 ]
 
 
@@ -266,7 +268,7 @@ def main() -> None:
     for name in own.models:
         known[name] = measure(name, arguments.device, own.runs)
         rows = [known[name] for name in MODELS if name in known]
-        report = lo.Report("The tuner against all combinations", rows, NOTES)
+        report = lo.Report("The tuner, compared with an exhaustive search", rows, NOTES)
         publish("tuner", report, arguments, models=known)
 
 

@@ -172,18 +172,21 @@ def main() -> None:
                 rejected = sum(map(bool, said))
                 right = rejected if kind == "planted" else len(said) - rejected
                 rows.append({"user's precision": precision, "model": net, "change": name,
-                             "is": kind, "rejected": rejected, "of": len(said),
+                             "kind": kind, "rejected": rejected, "trainings": len(said),
                              "right": right})  # fmt: skip
     sums = []
-    for kind in ("planted", "harmless"):
-        own_rows = [row for row in rows if row["is"] == kind]
-        right, of = (sum(row[name] for row in own_rows) for name in ("right", "of"))
-        sums.append(f"{kind}: right in {right} of {of}.")
+    for kind, meaning in (
+        ("planted", "a fault that the tuner must reject"),
+        ("harmless", "a change that the tuner must accept"),
+    ):
+        own_rows = [row for row in rows if row["kind"] == kind]
+        right, of = (sum(row[name] for row in own_rows) for name in ("right", "trainings"))
+        sums.append(f"`{kind}`: {meaning}; right in {right} of {of} trainings.")
     notes = [
         *sums,
-        f"Each: SGD and AdamW, constant rate and warm-up, {len(seeds)} seeds.",
+        f"Each row: SGD and AdamW, constant learning rate and warm-up, {len(seeds)} seeds.",
     ]
-    report = lo.Report("What the tuner rejects", rows, notes)
+    report = lo.Report("Changes that the tuner rejects", rows, notes)
     publish("tuner_numerics", report, arguments, cases=details)
 
 

@@ -33,7 +33,7 @@ def test_vision_runs_agree_and_optimisations_are_active(load: Load) -> None:
     assert all(row["difference"] < 1e-3 for row in report.rows)
     notes = "\n".join(report.notes)
     assert "FusedOptimizer: the optimizer is fused." in notes
-    assert "SDPA: backend 'flash' serves." in notes
+    assert "SDPA: the backend is 'flash'." in notes
     assert "CompileModel: compiled in" in notes
 
 
