@@ -100,8 +100,7 @@ def run_tune(argv: Sequence[str]) -> int:
         raise UsageError(str(error)) from error
     result.table.print()
     sys.stdout.write(f"\n{result.explain()}\n\n")
-    paths = result.save(folder)
-    for path in paths:
+    for path in result.save(folder):
         sys.stdout.write(f"{path}\n")
     return OK
 
@@ -247,19 +246,15 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
     Raises:
         UsageError: If the job sets an argument that only the command may set.
     """
-    for name in ("profiler", "max_steps"):
-        if name in job.trainer:
-            raise UsageError(
-                f"--trainer.{name} is set by this command; --steps sets the number of steps."
-            )
+    for name in {"profiler", "max_steps"} & job.trainer.keys():
+        raise UsageError(f"This command sets --trainer.{name}; --steps sets the number of steps.")
     seed_everything(job.seed, workers=True, verbose=False)
     model, data = job.model(), job.data()
     package = package_of(model)
     given = {name: instantiate(value, package) for name, value in job.trainer.items()}
     all_callbacks = take_callbacks(given)
     classes = {type(callback) for callback in all_callbacks}
-    added = (RunReport(), *callbacks)
-    all_callbacks += [callback for callback in added if type(callback) not in classes]
+    all_callbacks += [one for one in (RunReport(), *callbacks) if type(one) not in classes]
     fixed = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": all_callbacks}
     folder = {"default_root_dir": job.options.out} if getattr(job.options, "out", None) else {}
     arguments = {**RUN_DEFAULTS, **folder, **given, **fixed}

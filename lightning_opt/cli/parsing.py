@@ -129,13 +129,13 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
     given = config.as_dict()
     optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
-    model = targets.recipe(given.get("model"), optimizer=optimizer, scheduler=scheduler)
+    model = targets.recipe(config.get("model"), optimizer=optimizer, scheduler=scheduler)
     if model is None:
         raise UsageError(
             f"{parser.prog} needs a model: module:Class, path/to/file.py:Class or a configuration "
             f"of LightningCLI. {parser.prog} --help has examples."
         )
-    data = targets.recipe(given.get("data"))
+    data = targets.recipe(config.get("data"))
     trainer, seed = given_arguments(config.trainer), config.seed_everything
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 

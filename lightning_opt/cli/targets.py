@@ -7,12 +7,14 @@ import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import pairwise
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
 
 from lightning_opt.cli.main import UsageError
 from lightning_opt.trainer.lightning import (
@@ -21,7 +23,7 @@ from lightning_opt.trainer.lightning import (
     LightningModule,
     package_of,
 )
-from lightning_opt.worker.recipes import import_attribute, instantiate
+from lightning_opt.worker.recipes import import_attribute
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -36,18 +38,23 @@ class Recipe:
 
     Args:
         target: ``"module:attribute"`` or ``"/path/to/file.py:attribute"``.
-        settings: Constructor arguments; ``class_path`` and ``init_args`` create objects.
+        entry: The parsed ``init_args`` and ``dict_kwargs`` of the class.
         optimizer: The model's optimizer, in the format of LightningCLI's ``--optimizer``.
         scheduler: Its scheduler, in the format of LightningCLI's ``--lr_scheduler``.
     """
 
     target: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    entry: Namespace
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
 
     def __call__(self) -> Any:
-        instance = import_attribute(self.target)(**instantiate(self.settings))
+        kind, parser = import_attribute(self.target), ArgumentParser()
+        parser.add_subclass_arguments(kind, "made", fail_untyped=False)
+        config = parser.get_defaults()
+        config.made = self.entry.clone()
+        config.made.class_path = f"{kind.__module__}.{kind.__qualname__}"  # may differ by process
+        instance = parser.instantiate_classes(config).made  # as LightningCLI does
         if self.optimizer is not None:
             _set_optimizer(instance, self.optimizer, self.scheduler)
         return instance
@@ -128,10 +135,9 @@ class Targets:
         """Return a recipe for an entry of the parsed configuration."""
         if entry is None:
             return None
-        path = entry["class_path"]
-        module, _, name = path.rpartition(".")
-        place = self._targets.get(path, f"{module}:{name}")
-        return Recipe(place, entry.get("init_args") or {}, **more)
+        module, _, name = entry.class_path.rpartition(".")
+        place = self._targets.get(entry.class_path, f"{module}:{name}")
+        return Recipe(place, entry, **more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
         """Return the option and its value as an import path."""

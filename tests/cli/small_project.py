@@ -1,5 +1,7 @@
 """A user's project: a model with arguments, data, and a callback."""
 
+from dataclasses import dataclass
+
 import lightning as L
 import torch
 from torch import nn
@@ -46,6 +48,18 @@ class SmallData(L.LightningDataModule):
 
     def train_dataloader(self):
         return DataLoader(rows(), batch_size=self.batch_size)
+
+
+@dataclass
+class Config:
+    width: int = 8
+
+
+class Configured(Small):
+    """A small regression with a dataclass and arguments that have no names here."""
+
+    def __init__(self, config: Config, **others) -> None:
+        super().__init__(config.width, **others)
 
 
 class Interrupt(L.Callback):

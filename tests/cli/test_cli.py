@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -343,6 +344,16 @@ def test_model_with_its_own_loaders_needs_no_data(capsys, monkeypatch):
     assert "backward" in capsys.readouterr().out
     assert main(["doctor", *words]) == 0  # without --strict
     assert seeds == [7, 7]
+
+
+def test_dataclass_arguments_are_created_in_each_process(monkeypatch):
+    compared = Mock(side_effect=ArithmeticError("not measured"))
+    monkeypatch.setattr(measuring_commands, "compare", compared)
+    words = [f"{PROJECT}:Configured", "--model.config.width=3", "--model.lr=0.5"]
+    assert main(["bench", *words, *TARGETS[1:], *BARE]) == 1
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # as in the child process
+    model = pickle.loads(pickle.dumps(compared.call_args.args[0]))()
+    assert (model.net[0].out_features, model.hparams.lr) == (3, 0.5)
 
 
 def test_parts_are_excluded_from_the_presets_that_have_them(monkeypatch):
