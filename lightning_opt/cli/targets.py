@@ -135,8 +135,7 @@ class Targets:
         """Return a recipe for an entry of the parsed configuration."""
         if entry is None:
             return None
-        module, _, name = entry.class_path.rpartition(".")
-        place = self._targets.get(entry.class_path, f"{module}:{name}")
+        place = self._targets.get(entry.class_path, ":".join(entry.class_path.rsplit(".", 1)))
         return Recipe(place, entry, **more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
@@ -162,11 +161,8 @@ def cli_of(package: ModuleType) -> Any:
 
 
 def class_names(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and value.__module__ == module.__name__
-    ]
+    classes = {name: value for name, value in vars(module).items() if inspect.isclass(value)}
+    return [name for name, value in classes.items() if value.__module__ == module.__name__]
 
 
 def look_up(target: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -90,13 +91,13 @@ def import_attribute(path: str) -> Any:
 
 
 def _module_of_file(path: str) -> ModuleType:
-    """Import a file once, with its stem as the module's name."""
+    """Import a file once, with its stem as the module's name if that can be imported."""
     file = Path(path).resolve()
-    name = file.stem
+    unique = re.sub(r"\W", "_", f"_{file.stem}_{crc32(bytes(file)):x}")
+    name = file.stem if file.stem.isidentifier() else unique
     loaded = sys.modules.get(name)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() != file:
-        name = f"_{name}_{crc32(bytes(file)):x}"  # another module has this name
-        loaded = sys.modules.get(name)
+        loaded = sys.modules.get(name := unique)  # another module has the name
     if loaded is not None:
         return loaded
     if not file.exists():

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
     modules = set(sys.modules)
     yield
     for name in set(sys.modules) - modules:
-        if name.startswith(("small_project", "_small_project", "user_")):
+        if name.startswith(("small_project", "_small_project", "user_", "_2_user_")):
             del sys.modules[name]
 
 
@@ -346,10 +347,12 @@ def test_model_with_its_own_loaders_needs_no_data(capsys, monkeypatch):
     assert seeds == [7, 7]
 
 
-def test_dataclass_arguments_are_created_in_each_process(monkeypatch):
+@pytest.mark.parametrize("name", ["user_model.py", "2 user-models.v1.py"])
+def test_any_file_and_dataclass_arguments_work_in_each_process(name, monkeypatch):
+    shutil.copy(PROJECT, name)
     compared = Mock(side_effect=ArithmeticError("not measured"))
     monkeypatch.setattr(measuring_commands, "compare", compared)
-    words = [f"{PROJECT}:Configured", "--model.config.width=3", "--model.lr=0.5"]
+    words = [f"{name}:Configured", "--model.config.width=3", "--model.lr=0.5"]
     assert main(["bench", *words, *TARGETS[1:], *BARE]) == 1
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # as in the child process
     model = pickle.loads(pickle.dumps(compared.call_args.args[0]))()
