@@ -124,7 +124,6 @@ def run_bench(argv: Sequence[str]) -> int:
     )  # fmt: skip
     job = parse_job(parser, targets)
     options = job.options
-    folder = Path(options.out) if options.out else None
     result = compare(
         job.model,
         job.data,
@@ -136,8 +135,8 @@ def run_bench(argv: Sequence[str]) -> int:
         seconds=options.seconds,
     )
     result.report.print()
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    if options.out:
+        (folder := Path(options.out)).mkdir(parents=True, exist_ok=True)
         (folder / "bench.json").write_text(result.to_json() + "\n", encoding="utf-8")
         (folder / "bench.md").write_text(result.report.to_markdown() + "\n", encoding="utf-8")
         sys.stdout.write(f"Written to {folder}.\n")

@@ -128,8 +128,7 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
     except ArgumentError as error:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
     given = config.as_dict()
-    optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
-    model = targets.recipe(config.get("model"), optimizer=optimizer, scheduler=scheduler)
+    model = targets.recipe(config.get("model"), given.get("optimizer"), given.get("lr_scheduler"))
     if model is None:
         raise UsageError(
             f"{parser.prog} needs a model: module:Class, path/to/file.py:Class or a configuration "

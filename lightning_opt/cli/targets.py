@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 BASES = {"--model": LightningModule, "--data": LightningDataModule}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
 
+IMPORT_HINTS = {
+    ": SystemExit": "Call what parses arguments or exits under if __name__ == '__main__'.",
+    "no known parent package": "Name it as a module of its package: package.module:Class.",
+}
+"""Advice by words in the error of an import."""
+
 
 @dataclass(eq=False)
 class Recipe:
@@ -73,8 +79,7 @@ def _set_optimizer(
     instance = cli.instantiate_class((model.parameters(),), dict(optimizer))
     lr_scheduler = cli.instantiate_class((instance,), dict(scheduler)) if scheduler else None
     configure = partial(original, optimizer=instance, lr_scheduler=lr_scheduler)
-    update_wrapper(configure, original)
-    model.configure_optimizers = MethodType(configure, model)  # type: ignore[method-assign]
+    model.configure_optimizers = MethodType(update_wrapper(configure, original), model)  # type: ignore[method-assign]
 
 
 class Targets:
@@ -131,12 +136,12 @@ class Targets:
         except (ImportError, UsageError, ValueError):
             return DEFAULT  # the parser raises later
 
-    def recipe(self, entry: Any, **more: Any) -> Recipe | None:
+    def recipe(self, entry: Any, *more: Any) -> Recipe | None:
         """Return a recipe for an entry of the parsed configuration."""
         if entry is None:
             return None
         place = self._targets.get(entry.class_path, ":".join(entry.class_path.rsplit(".", 1)))
-        return Recipe(place, entry, **more)
+        return Recipe(place, entry, *more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
         """Return the option and its value as an import path."""
@@ -187,10 +192,11 @@ def find_module(place: str) -> ModuleType:
         name = import_attribute(f"{Path(place).resolve()}:__name__") if is_file else place
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{place}.".startswith(f"{missing}."):
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise UsageError(
-                f"There is no module {missing!r} here. Run the command in the folder that "
+                f"There is no module {error.name!r} here. Run the command in the folder that "
                 "contains it, or give the path to its file: path/to/file.py:Class."
             ) from error
-        raise ImportError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+        text = f"{place} cannot be imported: {type(error).__name__}: {error}".rstrip(": ")
+        hints = [hint for words, hint in IMPORT_HINTS.items() if words in text]
+        raise ImportError(". ".join([text, *hints])) from error

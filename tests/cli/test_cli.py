@@ -135,10 +135,12 @@ def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     code, message = fails(["tune", "user_wrong.py:Model"], capsys)
     assert code == 1
     assert "ZeroDivisionError" in message
-    (tmp_path / "user_ends.py").write_text("raise SystemExit\n")
+    (tmp_path / "user_ends.py").write_text("raise SystemExit(2)  # as argparse does\n")
     code, message = fails(["tune", "user_ends.py:Model"], capsys)
     assert code == 1
-    assert "user_ends.py cannot be imported: SystemExit" in message
+    assert "user_ends.py cannot be imported: SystemExit: 2. Call what parses arg" in message
+    (tmp_path / "user_part.py").write_text("from .models import Model\n")
+    assert "package: package.module:Class." in fails(["tune", "user_part.py:Model"], capsys)[1]
     assert "--debug" in message
     assert main(["--debug", "tune", "user_wrong.py:Model"]) == 1
     assert "Traceback" in capsys.readouterr().err
