@@ -201,6 +201,12 @@ def test_part_that_raises_when_training_starts_is_left_out():
     assert trainer.global_step == 12
 
 
+def test_guard_behind_the_users_clipping_is_an_error_and_not_left_out():
+    trainer = quiet_trainer(callbacks=[lo.AdaptiveClipping("zclip"), *quick("basic").callbacks()])
+    with pytest.raises(RuntimeError, match=r"guard measures them\. A preset's trainer_kwargs"):
+        trainer.fit(SmallNet())
+
+
 def test_named_part_raises_if_it_is_not_supported():
     with pytest.raises(ValueError, match=r"MicroBatching does not work under manual"):
         fit(quick("ultra", MicroBatching={"size": 2}), AdversarialNet())

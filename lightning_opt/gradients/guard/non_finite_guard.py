@@ -102,8 +102,8 @@ class NonFiniteGuard(GradientCallback):
         every_n_steps: Steps between logged values, at least 1.
 
     Raises:
-        ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, or if
-            it comes after ``AdaptiveClipping``; in ``on_fit_start`` for LBFGS.
+        ValueError: For arguments out of range; when the run starts, under DeepSpeed or for LBFGS.
+        RuntimeError: In ``setup`` if it comes after ``AdaptiveClipping``.
         FloatingPointError: During training, on all ranks, when the guard stops the run.
 
     Example:
@@ -164,10 +164,10 @@ class NonFiniteGuard(GradientCallback):
         super().setup(trainer, pl_module, stage)
         for other in self.callbacks_before(trainer) if stage == "fit" else []:
             if isinstance(other, RunCallback) and other.rescales_gradients:
-                raise ValueError(
+                raise RuntimeError(  # for a ValueError, a preset would leave its guard out
                     f"NonFiniteGuard must come before {type(other).__name__} in "
                     "Trainer(callbacks=[...]): otherwise it changes spikes before the guard "
-                    "measures them."
+                    "measures them. A preset's trainer_kwargs(callbacks=[...]) sorts them."
                 )
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
