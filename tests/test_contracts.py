@@ -211,6 +211,17 @@ class FailAt(Callback):
         pl_module.fail_at = self.step
 
 
+class Copy(Callback):
+    """Copies another callback during a fit."""
+
+    def __init__(self, copied: Callback) -> None:
+        self.copied = copied
+
+    def on_train_batch_end(self, *args):
+        for twin in (copy.deepcopy(self.copied), pickle.loads(pickle.dumps(self.copied))):
+            assert getattr(twin, "log", None) is None  # it would hold the model
+
+
 @pytest.fixture(autouse=True)
 def _process_is_unchanged(tmp_path: Path) -> Iterator[None]:
     before, folder = process_footprint(), Path.cwd()
@@ -315,7 +326,7 @@ def test_instance_can_be_copied_and_fitted_again(name, settings):
     twin = pickle.loads(pickle.dumps(callback))
     assert twin.state_key == callback.state_key
     assert_same_state(twin.state_dict(), callback.state_dict())
-    once = fit(callback)
+    once = fit(callback, Copy(callback))
     state, counts = repeatable_state(callback), counts_in(callback)
     twin = pickle.loads(pickle.dumps(callback))
     assert_same_state(twin.state_dict(), callback.state_dict())

@@ -79,7 +79,8 @@ class RunCallback(BaseCallback):
         self.release(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_model": None, **dict.fromkeys(self.not_pickled)}
+        # Lightning sets `log` and `log_dict`, which hold the model.
+        return self.__dict__ | dict.fromkeys(("_model", "log", "log_dict", *self.not_pickled))
 
 
 def raise_if_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:

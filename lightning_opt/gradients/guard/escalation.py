@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal, TypeAlias
@@ -14,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_opt.core.arguments import check_at_least, check_one_of, check_share
-from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.numerics.scalars import Condition, to_plain
 from lightning_opt.gradients.guard.detector import Kind
@@ -175,7 +174,7 @@ class UpdateControl:
         self.optimizer: Any = optimizer
         self._skip: Condition = False
         self._lr_scale = 1.0
-        self._changes, self._patch = ExitStack(), ExitStack()
+        self._changes, self._patch = Patches(), Patches()
         original: Any = optimizer.step
 
         # A method with the same signature: schedulers and loss scalers inspect it.

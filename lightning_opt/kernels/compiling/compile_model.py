@@ -99,7 +99,7 @@ class CompileModel(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_stack", "_options")
+    not_pickled = ("_stack", "_options", "regions")
 
     def __init__(
         self,
@@ -217,13 +217,12 @@ class CompileModel(RunCallback):
         )
 
     def _scalars(self) -> dict[str, float]:
-        regions = self.regions
         return {
-            "compile/seconds": sum(region.seconds for region in regions),
-            "compile/graphs": float(sum(region.graphs for region in regions)),
-            "compile/graph_breaks": float(sum(region.breaks for region in regions)),
-            "compile/recompilations": float(sum(region.recompilations for region in regions)),
-            "compile/uncompiled": float(sum(region.mode == EAGER for region in regions)),
+            "compile/seconds": sum(region.seconds for region in self.regions),
+            "compile/graphs": float(sum(region.graphs for region in self.regions)),
+            "compile/graph_breaks": float(sum(region.breaks for region in self.regions)),
+            "compile/recompilations": float(sum(region.recompilations for region in self.regions)),
+            "compile/uncompiled": float(sum(region.mode == EAGER for region in self.regions)),
         }
 
     def _make_report(self) -> Report:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resident_memory
 from lightning_opt.core.measure.reading import Schedule
+from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
@@ -79,10 +80,12 @@ class MemoryProfiler(RunCallback):
         PyTorch documentation, *Understanding CUDA Memory Usage*.
     """
 
+    not_pickled = ("_meter", "_saved", "_categories")
+
     def __init__(self, every_n_steps: int = 50, modules: bool = False) -> None:
         self._schedule = Schedule(every_n_steps)
         self.modules = modules
-        self._run_stack, self._step_stack = ExitStack(), ExitStack()
+        self._run_stack, self._step_stack = Patches(), Patches()
         self._reset(torch.device("cpu"))
 
     def _reset(self, device: torch.device) -> None:
