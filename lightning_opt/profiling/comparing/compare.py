@@ -51,10 +51,12 @@ class Measured:
 def verdict_note(ratios: Mapping[str, Ratio]) -> str:
     """Explain the verdicts, and state the smallest detectable difference."""
     margin = max(ratio.high / ratio.value - 1 for ratio in ratios.values())
+    limit = f"Differences of less than about {max(margin, TOLERANCE):.1%} cannot be detected here."
+    if margin > 1:
+        limit = "Differences cannot be detected here: there are too few turns. Measure longer."
     return (
         "Ratios with 95% intervals. No difference: the interval contains 1, or the ratio is within "
-        f"{TOLERANCE:.0%} of it. Differences of less than about {max(margin, TOLERANCE):.1%} "
-        "cannot be detected here."
+        f"{TOLERANCE:.0%} of it. {limit}"
     )
 
 
@@ -111,16 +113,14 @@ class Comparison(Measured):
         self.runs = dict(runs)
         self.failures = {name: run.failure for name, run in runs.items() if run.failure is not None}
         finished = {name: run for name, run in runs.items() if not run.failure and run.timed}
-        timed = [step for run in finished.values() for step in run.timed]
-        sizes = {step.samples for step in timed}
+        sizes = {step.samples for run in finished.values() for step in run.timed}
         self._per_sample = len(sizes) > 1 and min(sizes) > 0
         first = next(iter(runs))
         ratios: dict[str, Ratio] = {}
         if first in finished:
             for name in [name for name in finished if name != first]:
                 pairs = self._pairs(finished[first], finished[name])
-                ratio = compare_pairs(pairs, offset=OFFSET, tolerance=TOLERANCE)
-                if ratio is not None:
+                if ratio := compare_pairs(pairs, offset=OFFSET, tolerance=TOLERANCE):
                     ratios[name] = ratio
         self.ratios = ratios
         losses = _losses_after_equal_steps(finished)

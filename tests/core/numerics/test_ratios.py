@@ -94,6 +94,19 @@ def test_spread_between_starts_decides_however_many_rounds_there_are():
     assert compare_pairs(starts([0.01]), offset=0.0).verdict == "slower"
 
 
+@pytest.mark.parametrize(("starts", "rounds"), [(1, 2), (1, 3), (2, 2), (1, 12)])
+def test_few_rounds_on_a_busy_machine_are_no_evidence(starts, rounds):
+    """Equal runs differ in at most one interval in twenty, up to chance."""
+    noise, found = random.Random(0), 0
+    for _ in range(300):
+        pairs = [
+            [(1.0, math.exp(noise.gauss(0, 0.1))) for _ in range(rounds)] for _ in range(starts)
+        ]
+        ratio = compare_pairs(pairs, offset=0.008)
+        found += not ratio.low <= 1 <= ratio.high
+    assert found <= 0.07 * 300
+
+
 def test_interval_agrees_with_scipy():
     """Without noise, only the usual difference between processes remains."""
     ratio = compare_pairs([[(1.0, 1.1)] * 12] * 3, offset=0.01)

@@ -73,6 +73,12 @@ def test_equal_functions_show_no_difference(clock):
     assert "cannot be detected" in str(result)
 
 
+def test_two_uneven_rounds_ask_for_more(clock):
+    clock.noise = 1.0
+    result = lo.benchmark({"a": clock.takes("a", 1.0), "b": clock.takes("b", 1.0)}, rounds=2)
+    assert str(result).endswith("too few turns. Measure longer.")
+
+
 def test_one_function_has_no_ratio(clock):
     result = lo.benchmark(clock.takes("f", 0.5), rounds=3)
     (row,) = result.report.rows
