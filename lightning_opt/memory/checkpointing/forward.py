@@ -74,16 +74,10 @@ class CheckpointedForward(ReplacedForward):
             return self.original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return self._run(args, kwargs)
-        if not self.state.read_only:
+        if not self.state.read_only or not _backend_repeats_random_numbers():
             return self._run_outside_of_the_graph(args, kwargs)
         # Dynamo traces torch's checkpoint as one operator, which handles random state itself.
-        module, cls, shadowed = self.module, type(self.module), self.shadowed
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if shadowed is not None:
-                return shadowed(*args, **kwargs)
-            return cls.forward(module, *args, **kwargs)
-
+        forward = self.shadowed or partial(type(self.module).forward, self.module)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -102,6 +96,19 @@ class CheckpointedForward(ReplacedForward):
         return checkpoint(
             run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
         )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _backend_repeats_random_numbers() -> bool:
+    """Return whether the backend that compiles now repeats random numbers in a recomputation.
+
+    Backends without AOTAutograd, such as ``"eager"``, draw others. So may a backend that is not
+    registered with torch.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    name = str(InstructionTranslator.current_tx().output.compiler_fn.__name__)
+    return name in torch.compiler.list_backends() or name.startswith("aot_")
 
 
 class Run:
