@@ -46,25 +46,28 @@ class DelayedReads(Generic[Note]):
             # the values' device, which is not necessarily the current device.
             stream = torch.cuda.current_stream(values.device)
             values = values.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(stream)
+            copied = stream.record_event()
         self._queue.append((values, copied, note))
 
     def due(self) -> Iterator[tuple[list[float], Note]]:
         """Remove and yield the values pushed more than ``delay`` pushes ago, oldest first."""
         while len(self._queue) > self.delay:
-            yield self._take()
+            yield _read(*self._queue.popleft())
 
     def flush(self) -> Iterator[tuple[list[float], Note]]:
         """Remove and yield all values, oldest first. This waits for the device."""
         while self._queue:
-            yield self._take()
+            yield _read(*self._queue.popleft())
+
+    def peek(self) -> Iterator[tuple[list[float], Note]]:
+        """Yield all values, oldest first, and keep them. This waits for the device."""
+        return (_read(*entry) for entry in tuple(self._queue))
 
     def clear(self) -> None:
         self._queue.clear()
 
-    def _take(self) -> tuple[list[float], Note]:
-        values, copied, note = self._queue.popleft()
-        if copied is not None:
-            copied.synchronize()
-        return values.tolist(), note
+
+def _read(values: Tensor, copied: Any, note: Note) -> tuple[list[float], Note]:
+    if copied is not None:
+        copied.synchronize()
+    return values.tolist(), note

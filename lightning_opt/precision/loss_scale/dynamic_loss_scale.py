@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -95,9 +95,8 @@ class CountingScaler(torch.amp.GradScaler):
         """Restore scale and counts from :meth:`state_dict` or torch's scaler; settings stay."""
         self._init_scale = max(state_dict["scale"], self.min_scale)
         self._init_growth_tracker = state_dict["_growth_tracker"]
-        if self._scale is not None:
+        if self._scale is not None and self._growth_tracker is not None:  # created together
             self._scale.fill_(self._init_scale)
-        if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
         for name in COUNTS:
             setattr(self, name, state_dict.get(name, 0))
@@ -234,9 +233,11 @@ class DynamicLossScale(BaseMixedPrecision):
         last_skipped = self.scaler.last_skipped
         if isinstance(last_skipped, Tensor):
             self._delayed.push(last_skipped.reshape(1), None)
-            self._count_skips(self._delayed.due())
+            reads = self._delayed.due()
         else:
+            reads = self._delayed.flush()  # empty unless the checkpoint is from a GPU
             self._skips_to_hold += last_skipped
+        self._skips_to_hold += sum(int(skipped) for (skipped,), _ in reads)
         due = self._schedule.is_due(self._steps)
         if due:
             state, keys = self.scaler.state_dict(), ("scale", "skipped", "overflows")
@@ -265,9 +266,12 @@ class DynamicLossScale(BaseMixedPrecision):
         self._delayed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scale and counts as plain numbers. Waits for the device."""
-        self._count_skips(self._delayed.flush())
-        own = {"steps": self._steps, "skips_to_hold": self._skips_to_hold}
+        """Return scale and counts as plain numbers. Waits for the device.
+
+        A single rank may call this: it changes nothing, so schedulers wait at the same steps.
+        """
+        unread = [int(skipped) for (skipped,), _ in self._delayed.peek()]
+        own = {"steps": self._steps, "skips_to_hold": self._skips_to_hold, "unread_skips": unread}
         return self.scaler.state_dict() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,6 +279,9 @@ class DynamicLossScale(BaseMixedPrecision):
         self.scaler.load_state_dict(state_dict)
         self._steps = state_dict.get("steps", 0)
         self._skips_to_hold = state_dict.get("skips_to_hold", 0)
+        self._delayed.clear()
+        for skipped in state_dict.get("unread_skips", ()):
+            self._delayed.push(torch.tensor([skipped]), None)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the scale of a run with ``precision="16-mixed"``."""
@@ -301,10 +308,6 @@ class DynamicLossScale(BaseMixedPrecision):
             "If there are none, the range of float16 is too small for this model's activations: "
             'use Trainer(precision="bf16-mixed"), or compute the layer that overflows in float32.'
         )
-
-    def _count_skips(self, reads: Iterator[tuple[list[float], None]]) -> None:
-        for (skipped,), _ in reads:
-            self._skips_to_hold += int(skipped)
 
     def _hold_schedulers(self, trainer: pl.Trainer) -> None:
         """Make Lightning skip one scheduler step for each skipped update."""

@@ -265,6 +265,21 @@ def test_schedulers_wait_for_updates(case, monkeypatch):
     assert config.scheduler.last_epoch == trainer.global_step - len(planted)
 
 
+def test_state_dict_of_one_rank_does_not_move_its_scheduler(monkeypatch):
+    """A checkpoint callback may ask one rank alone; ranks with other rates would drift apart."""
+    take_device_path(monkeypatch)
+
+    class Reads(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.precision_plugin.state_dict()
+
+    nets = [Net(12, {4: 1e30, 8: 1e30}, warmup=True) for _ in range(2)]
+    for net, callbacks in zip(nets, ([], [Reads()]), strict=True):
+        fit(net, lo.DynamicLossScale(), *callbacks)
+    assert nets[0].rates == nets[1].rates
+    assert_same_weights(*nets)
+
+
 # --- resume -------------------------------------------------------------------------------------
 
 
