@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,10 @@ class FlopCount(TorchDispatchMode):
     """Counts matrix products, convolutions and attention in a ``with`` block, by torch's formulas.
 
     Unlike torch's ``FlopCounterMode`` it needs no hooks on modules, separates recomputation, counts
-    this process's part of a sharded product, and continues if a formula fails. A plain backward
-    pass disables gradients, so an operation that runs in it with gradients enabled counts as
-    recomputation. With ``create_graph=True`` all its operations would be counted as recomputation,
-    which is wrong.
+    this process's part of a sharded product, and continues if a formula fails. A plain
+    backward pass disables gradients, so an operation in it with gradients enabled counts as
+    recomputation. With ``create_graph=True`` gradients are enabled in the whole backward pass, so
+    recomputation counts as backward.
 
     Attributes:
         failures: The operators whose formula failed, with the error. They are not counted.
@@ -52,7 +53,7 @@ class FlopCount(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.failures: dict[str, str] = {}
         self.counts_forward = True
-        self._counts = [0, 0, 0]
+        self._counts: Counter[tuple[int, bool]] = Counter()  # by backward pass and grad mode
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,18 +62,22 @@ class FlopCount(TorchDispatchMode):
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # DTensor then runs local operations, which are counted
         result = func(*args, **kwargs)
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not flops.in_trial and (in_backward or self.counts_forward):
-            part = (2 if torch.is_grad_enabled() else 1) if in_backward else 0
+        backward = torch._C._current_graph_task_id()  # -1 outside of backward passes
+        if not flops.in_trial and (backward != -1 or self.counts_forward):
+            key = backward, torch.is_grad_enabled()
             try:
-                self._counts[part] += operator_flops(func, args, kwargs, result)
+                self._counts[key] += operator_flops(func, args, kwargs, result)
             except Exception as error:  # noqa: BLE001 - counting must not end a run
                 self.failures[str(func.overloadpacket)] = f"{type(error).__name__}: {error}"
         return result
 
     @property
     def flops(self) -> Flops:
-        return Flops(*self._counts)
+        parts = [0, 0, 0]
+        for (backward, has_grad), count in self._counts.items():
+            recomputed = has_grad and (backward, False) in self._counts
+            parts[0 if backward == -1 else 1 + recomputed] += count
+        return Flops(*parts)
 
 
 def count_flops(model: nn.Module, *batch: Any, **inputs: Any) -> Flops:
@@ -157,10 +162,8 @@ def peak_flops(gpu: str, precision: str) -> float | None:
         312.0
     """
     words = set(gpu.upper().replace("-", " ").split())
-    if precision.startswith("64") or words & VARIANTS:
-        return None
     peaks = next((PEAKS[name] for name in PEAKS if words.issuperset(name.split())), None)
-    if peaks is None:
+    if peaks is None or words & VARIANTS or precision.startswith("64"):
         return None
     if precision.startswith(("16", "bf16")):
         return peaks[0] * 1e12

@@ -86,6 +86,22 @@ def test_flops_equal_torch_s_counter():
     assert ours.flops.recomputed == 0
 
 
+def test_backward_pass_that_makes_a_graph_is_not_recomputation():
+    def penalized_step() -> None:
+        images = torch.randn(4, 8, requires_grad=True)
+        output = (torch.tanh(images @ first) @ second).sum()
+        (gradient,) = torch.autograd.grad(output, images, create_graph=True)
+        (output + gradient.square().sum()).backward()
+
+    first, second = (torch.randn(shape, requires_grad=True) for shape in ((8, 16), (16, 1)))
+    with FlopCount() as ours:
+        penalized_step()
+    with FlopCounterMode(display=False) as theirs:
+        penalized_step()
+    forward = 2 * 4 * (8 * 16 + 16)
+    assert ours.flops == Flops(forward, theirs.get_total_flops() - forward, 0)
+
+
 class Attention(nn.Module):
     """Fused attention, in which several heads may share one key and value."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -177,7 +177,7 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.durations: dict[int, Durations] = {}
+        self.durations: defaultdict[int, Durations] = defaultdict(Durations)
         self._unread: deque[tuple[Any, int] | None] = deque()  # None ends a step
         self._last_read: tuple[Any, int] | None = None
         self._phase = HOST
@@ -203,7 +203,7 @@ class DeviceClock:
             entry = self._unread[0]
             if entry is None:
                 for key, value in self._seconds.items():
-                    self.durations.setdefault(key, Durations()).add(value)
+                    self.durations[key].add(value)
                 self._seconds = {}
             elif entry[0].query():
                 self._end_interval(*entry)
@@ -245,7 +245,7 @@ class PhaseClock:
         self.started = self._since = perf_counter()
         self._stack: list[tuple[int, Any]] = []
         self._seconds = [0.0] * len(phases.names)
-        self.durations: dict[int, Durations] = {}
+        self.durations: defaultdict[int, Durations] = defaultdict(Durations)
         self.work, self._window_work = Work(), Work()
         self.busy = 0.0
         self._window: dict[int, float] = {}
@@ -324,10 +324,7 @@ class PhaseClock:
             if not value:
                 continue
             self._seconds[phase] = 0.0
-            durations = self.durations.get(phase)
-            if durations is None:
-                durations = self.durations[phase] = Durations()
-            durations.add(value)
+            self.durations[phase].add(value)
             if counted and phase not in NOT_OF_A_STEP:
                 total += value
                 self._window[phase] = self._window.get(phase, 0.0) + value

@@ -66,8 +66,7 @@ class Measures:
         """Return this rank's rates over the steps in ``work``, with the keys of :attr:`rates`."""
         flops = None
         if self.flops is not None and self.flops_units:
-            amount = work.tokens or work.samples
-            flops = self.flops.model / self.flops_units * amount
+            flops = self.flops.model / self.flops_units * (work.tokens or work.samples)
         return work.rates(flops, self.peak)
 
     @property

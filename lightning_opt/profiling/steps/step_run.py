@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -160,6 +161,8 @@ class StepRun:
     def end_epoch(self) -> None:
         """End the open step, and remove the FLOP counter and all hooks; after an exception too."""
         self._stop_counting()
+        if self._store is not None and sys.exc_info()[0] is not None:
+            self._store.delete_key(KEY.format(dist.get_rank()))
         if self._hooks is not None:
             self._hooks.remove()
         if self._step_open:
@@ -264,18 +267,18 @@ class EpochHooks:
         trainer = self._trainer
         loop = trainer.fit_loop.epoch_loop
 
-        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        def wrap(owner: Any, name: str, around: Callable[..., Any], *first: Any) -> None:
             inner = getattr(owner, name, None)
             if inner is not None:  # not all versions of Lightning have it
-                wrapped = functools.wraps(inner)(functools.partial(around, inner))
+                wrapped = functools.wraps(inner)(functools.partial(around, *first, inner))
                 stack.enter_context(replaced(owner, **{name: wrapped}))
 
-        wrap(loop, "on_run_start", self._timed(phases.DATA))  # starts the workers of the loader
-        wrap(loop.val_loop, "run", self._timed(phases.VALIDATION))
+        wrap(loop, "on_run_start", self._timed, phases.DATA)  # starts the workers of the loader
+        wrap(loop.val_loop, "run", self._timed, phases.VALIDATION)
         for logger in trainer.loggers:
-            wrap(logger, "log_metrics", self._timed(phases.LOGGING))
+            wrap(logger, "log_metrics", self._timed, phases.LOGGING)
         if trainer.world_size > 1:
-            wrap(loop, "_broadcast_sigterm_tensor", self._timed(phases.RANKS))
+            wrap(loop, "_broadcast_sigterm_tensor", self._timed, phases.RANKS)
         wrap(trainer.strategy, "batch_to_device", self._batch_to_device)
         wrap(trainer.precision_plugin, "backward", self._backward)
         enter, leave = _Hook(self._enter_forward), _Hook(self._leave_forward)
@@ -283,12 +286,9 @@ class EpochHooks:
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
 
-    def _timed(self, phase: int) -> Callable[..., Any]:
-        def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self.clock.within(phase):
-                return inner(*args, **kwargs)
-
-        return around
+    def _timed(self, phase: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.clock.within(phase):
+            return inner(*args, **kwargs)
 
     def _batch_to_device(
         self, inner: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
@@ -325,9 +325,8 @@ class EpochHooks:
             return inner(loss, model, optimizer, *args, **kwargs)
 
     def _reduces_gradients(self) -> bool:
-        if self._trainer.world_size == 1:
-            return False
-        return bool(getattr(self._trainer.strategy.model, "require_backward_grad_sync", True))
+        model = self._trainer.strategy.model
+        return self._trainer.world_size > 1 and getattr(model, "require_backward_grad_sync", True)
 
     def _queue_enter_communication(self, gradient: Tensor) -> None:
         # Autograd runs queued callbacks in order after the backward pass. DDP and FSDP queue their
