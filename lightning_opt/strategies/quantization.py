@@ -24,6 +24,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_opt.core.measure.machine import cpu_flags
 from lightning_opt.strategies.packing import chunks_of, scales_of
 
 COMPILE_AFTER = 2**24
@@ -157,7 +158,8 @@ class Quantizer:
     def _folder(self) -> Path:
         """Return where compiled functions are kept: in the folder of ``torch.compile``'s cache."""
         sources = [inspect.getsource(one) for one in (encode, scales_of, Quantizer, main)]
-        machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
+        # The compiler uses all instructions of this CPU, and machines may share the folder.
+        machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), sorted(cpu_flags())
         key = repr([self.bits, self.block, machine, sources]).encode()
         default = torch._inductor.runtime.cache_dir_utils.default_cache_dir
         parent = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default()

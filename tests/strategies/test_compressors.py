@@ -251,6 +251,14 @@ def test_kept_function_is_used_only_if_it_gives_the_same_bits(monkeypatch, tmp_p
         assert (quantizer.compiled is function) == is_used
 
 
+def test_machines_with_other_instructions_keep_other_functions(monkeypatch):
+    folders = []
+    for flags in ({"avx2"}, {"avx2", "bmi2"}, {"bmi2", "avx2"}):
+        monkeypatch.setattr(quantization, "cpu_flags", lambda flags=flags: frozenset(flags))
+        folders.append(Quantizer(4, 34)._folder())
+    assert folders[0] != folders[1] == folders[2]
+
+
 def test_codec_compiles_once_after_many_elements(monkeypatch):
     compilations = queue.Queue()
     monkeypatch.setattr(quantization, "COMPILE_AFTER", 1000)
