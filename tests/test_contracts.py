@@ -212,8 +212,6 @@ class FailAt(Callback):
 
 
 class Copy(Callback):
-    """Copies another callback during a fit."""
-
     def __init__(self, copied: Callback) -> None:
         self.copied = copied
 

@@ -56,8 +56,6 @@ class Config:
 
 
 class Configured(Small):
-    """A small regression with a dataclass and arguments that have no names here."""
-
     def __init__(self, config: Config, **others) -> None:
         super().__init__(config.width, **others)
 

@@ -96,7 +96,6 @@ def test_spread_between_starts_decides_however_many_rounds_there_are():
 
 @pytest.mark.parametrize(("starts", "rounds"), [(1, 2), (1, 3), (2, 2), (1, 12)])
 def test_few_rounds_on_a_busy_machine_are_no_evidence(starts, rounds):
-    """Equal runs differ in at most one interval in twenty, up to chance."""
     noise, found = random.Random(0), 0
     for _ in range(300):
         pairs = [

@@ -68,15 +68,12 @@ def test_calls_per_timing_take_min_seconds(clock):
 
 def test_equal_functions_show_no_difference(clock):
     clock.noise = 0.05
-    result = lo.benchmark({"a": clock.takes("a", 1.0), "b": clock.takes("b", 1.0)})
+    functions = {"a": clock.takes("a", 1.0), "b": clock.takes("b", 1.0)}
+    result = lo.benchmark(functions)
     assert result.ratios["b"].verdict == "no difference"
     assert "cannot be detected" in str(result)
-
-
-def test_two_uneven_rounds_ask_for_more(clock):
     clock.noise = 1.0
-    result = lo.benchmark({"a": clock.takes("a", 1.0), "b": clock.takes("b", 1.0)}, rounds=2)
-    assert str(result).endswith("too few turns. Measure longer.")
+    assert str(lo.benchmark(functions, rounds=2)).endswith("too few turns. Measure longer.")
 
 
 def test_one_function_has_no_ratio(clock):
