@@ -133,8 +133,7 @@ def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
 
 
 def _parts_of(batch: Batch, size: int) -> list[tuple[Batch, int]]:
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}.")
+    check_at_least("size", size, 1)
     reading = read_batch(batch)
     return split_into(batch, max(1, -(-reading.samples // size)), reading)
 
@@ -151,10 +150,8 @@ def copy_containers(batch: Batch) -> Batch:
     """Return the same tensors in new containers; containers that cannot be rebuilt are kept."""
     if _is_graphs(batch):
         return copy.copy(batch)
-    if not _is_container(batch):
-        return batch
     try:
-        return _rebuild(batch, copy_containers)  # type: ignore[no-any-return]
+        return _rebuild(batch, copy_containers) if _is_container(batch) else batch
     except (TypeError, UnsplittableBatchError):  # its constructor takes other arguments
         return batch
 
@@ -190,9 +187,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def check_tokens(tokens: int | str | None) -> int | str | None:
-    if tokens is None or isinstance(tokens, str):
-        return tokens
-    return check_at_least("tokens", tokens, 1)
+    return tokens if isinstance(tokens, str | None) else check_at_least("tokens", tokens, 1)
 
 
 def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:
@@ -247,7 +242,15 @@ def _is_container(value: Any) -> bool:
     if isinstance(value, Mapping) or _is_dataclass(value) or _is_named_tuple(value):
         return not isinstance(value, PackedSequence) and not _has_rows(value)
     if isinstance(value, (list, tuple)):
-        return any(isinstance(item, (Tensor, np.ndarray)) or _is_container(item) for item in value)
+        # A list of TensorDicts may hold one sample in each.
+        with_rows = isinstance(value, tuple) or len(set(map(type, value))) > 1
+        return any(
+            isinstance(item, (Tensor, np.ndarray, PackedSequence))
+            or _is_graphs(item)
+            or _is_container(item)
+            or (with_rows and _has_rows(item))
+            for item in value
+        )
     return False
 
 
@@ -367,11 +370,8 @@ def _cut(value: Any, start: int, end: int, lists: frozenset[int]) -> Any:
         return value
     if _is_graphs(value):
         return type(value).from_data_list(value.to_data_list()[start:end])
-    if isinstance(value, Tensor):
-        sliceable = value.layout is torch.strided and not value.is_nested
-    else:
-        sliceable = isinstance(value, np.ndarray) or _is_list(value)
-    if not sliceable and not _has_rows(value):
+    strided = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    if not (strided or isinstance(value, np.ndarray) or _is_list(value) or _has_rows(value)):
         raise UnsplittableBatchError(
             f"The batch has {_describe(value)}, which cannot be cut into samples. {ADVICE}"
         )

@@ -98,6 +98,7 @@ def test_mapping_attributes_are_kept_and_tensors_are_views():
         ((X.to_sparse(),), "layout"),
         ((torch.nested.as_nested_tensor([X, X], layout=torch.jagged),), "nested tensor"),
         ({"a": pack_sequence([X.float(), X.float()])}, "PackedSequence"),
+        ((pack_sequence([X.float(), X.float(), X.float()]), 3), "PackedSequence"),
         (object(), "object"),
     ],
 )
@@ -105,6 +106,48 @@ def test_unsplittable_batch_raises_with_advice(batch, message):
     with pytest.raises(lo.UnsplittableBatchError, match=message) as caught:
         lo.split_batch(batch, 1)
     assert "split(batch, parts)" in str(caught.value)
+
+
+class Graphs:
+    """Like PyTorch Geometric's Batch."""
+
+    def __init__(self, graphs: list[int]) -> None:
+        self.graphs = graphs
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def to_data_list(self) -> list[int]:
+        return self.graphs
+
+    @classmethod
+    def from_data_list(cls, graphs: list[int]) -> "Graphs":
+        return cls(graphs)
+
+
+class Rows:
+    """Like a TensorDict."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.batch_size = rows, rows.shape[:1]
+
+    def __getitem__(self, index: slice) -> "Rows":
+        return Rows(self.rows[index])
+
+
+@pytest.mark.parametrize("kind", [Graphs, Rows])
+def test_graphs_and_tensordicts_beside_other_fields_are_split(kind):
+    whole = kind(list(range(4)) if kind is Graphs else torch.arange(4))
+    for batch in ((whole, whole), (whole, "text", 4), [whole, 4], [whole, None]):
+        first, second = lo.split_batch(batch, 3)
+        assert read_batch(first).samples == read_batch(second).samples == 2
+        (rows,) = {key: value for key, value in vars(second[0]).items() if key != "batch_size"}
+        assert list(getattr(second[0], rows)) == [2, 3]
+        assert second[1] is batch[1] or batch[1] is whole
+
+
+def test_list_of_tensordicts_holds_samples():
+    assert read_batch([Rows(torch.arange(5))] * 3).samples == 3
 
 
 def test_micro_batches_have_their_share_of_samples():
