@@ -33,6 +33,7 @@ class LogRecorder:
 
     def __init__(self, module: pl.LightningModule, sums: Set[str]) -> None:
         self._module, self._sums = module, sums
+        self._full = 0  # samples of the largest batch so far
         self.clear()
 
     def clear(self) -> None:
@@ -56,6 +57,7 @@ class LogRecorder:
 
     def log(self, samples: Sequence[int], weights: Weights) -> None:
         """Log the merged values, and clear the recorded ones."""
+        self._full = max(self._full, sum(samples))
         # Lightning attributes logged values to the hook in this attribute.
         with replaced(self._module, _current_fx_name="training_step"):
             for (name, _), calls in self._calls.items():
@@ -70,7 +72,7 @@ class LogRecorder:
             sizes = [other["batch_size"] for other in arguments]
             if sizes == samples:
                 kwargs["batch_size"] = sum(samples)
-            elif set(sizes) not in ({1}, {sum(samples)}):  # such as numbers of tokens
+            elif set(sizes) not in ({1}, {sum(samples)}, {self._full}):  # such as tokens
                 kwargs["batch_size"], weights = sum(sizes), sizes
         if isinstance(values[0], tuple):
             metric: Metric = values[0][0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import batch_runner
@@ -440,3 +440,17 @@ def test_learned_sizes_are_logged_reported_and_resumed(tmp_path):
 def test_parts_without_tokens_count_equally():
     assert combine([1.0, 3.0], [0.0, 0.0]) == 2.0
     assert combine([1.0, 3.0], [0.0, 0.5]) == 3.0
+
+
+class ConstantSizeNet(SmallNet):
+    def training_step(self, batch, batch_idx):
+        self.log("index", float(batch_idx), batch_size=4, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_constant_batch_size_weights_a_short_last_batch_as_without_parts(size):
+    trainer = quiet_trainer(callbacks=[lo.MicroBatching(size)], max_epochs=1)
+    rows = TensorDataset(torch.randn(14, 6), torch.randn(14, 1))
+    trainer.fit(ConstantSizeNet(), DataLoader(rows, batch_size=4))
+    assert float(trainer.callback_metrics["index"]) == (0 + 1 + 2 + 3) / 4
