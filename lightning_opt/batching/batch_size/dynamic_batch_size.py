@@ -183,8 +183,9 @@ class DynamicBatchSize(RunCallback):
             trainer.accumulate_grad_batches = rank_samples // self.size
         for name in ("limit_train_batches", "val_check_interval"):
             batches = self._settings[name]
-            if isinstance(batches, int):  # keep the samples per interval
-                setattr(trainer, name, max(1, batches * self._initial // self.size))
+            if isinstance(batches, int):  # keep the samples; an epoch drops none
+                rest = self.size - 1 if name == "limit_train_batches" else 0
+                setattr(trainer, name, max(1, (batches * self._initial + rest) // self.size))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Scale learning rates, and log the size."""

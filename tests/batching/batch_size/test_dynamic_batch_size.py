@@ -229,6 +229,14 @@ def test_limits_in_batches_span_the_same_samples_in_each_epoch():
     assert {name: getattr(trainer, name) for name in settings} == settings
 
 
+@pytest.mark.parametrize("callbacks", [[], [lo.DynamicBatchSize(budget_mb=PLENTY)]])
+def test_limit_within_a_window_keeps_the_number_of_steps(callbacks):
+    settings = {"limit_train_batches": 5, "accumulate_grad_batches": 4, "max_epochs": 1}
+    trainer = quiet_trainer(callbacks=[*callbacks], **settings)
+    trainer.fit(Net(), loader_of())
+    assert trainer.global_step == 2
+
+
 class Planned(Net):
     """Creates the loader early."""
 
