@@ -7,7 +7,7 @@ import importlib.util
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -56,7 +56,7 @@ def as_list(given: Any) -> list[Any]:
     """Return a Trainer argument's callbacks or plugins as a list."""
     if given is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return [given] if isinstance(given, str) or not isinstance(given, Sequence) else list(given)
 
 
 def make(name: str, factory: Factory) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from collections import UserList
 from typing import Any
 
 import pytest
@@ -310,8 +311,8 @@ class Mine(Callback):
 
 def test_own_callbacks_replace_and_are_ordered():
     own, mine = Own("zclip"), Mine()
-    curvature = lo.CurvatureMonitor()
-    found = lo.preset("basic").trainer_kwargs(callbacks=[mine, own, curvature])["callbacks"]
+    given = UserList([mine, own, lo.CurvatureMonitor()])  # like OmegaConf's, no `list`
+    found = lo.preset("basic").trainer_kwargs(callbacks=given)["callbacks"]
     names = " ".join(type(callback).__name__ for callback in found)
     assert names == (
         "GradientHealth NonFiniteGuard CurvatureMonitor Own PerformanceMonitor MemoryCleanup Mine"

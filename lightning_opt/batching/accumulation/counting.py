@@ -17,9 +17,9 @@ from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_o
 from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
 
-def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
+def windows_by_step(schedule: int | Mapping[int, int]) -> dict[int, int]:
     """Return the number of batches per window by optimizer step, sorted by step."""
-    if not isinstance(schedule, dict):
+    if not isinstance(schedule, Mapping):
         return {0: check_at_least("schedule", schedule, 1)}
     if not schedule:
         raise ValueError("schedule must have an entry, such as {0: 1, 1000: 4}; it is empty.")

@@ -172,6 +172,8 @@ class UnitWise(ClippingRule):
     ) -> None:
         self.clip_factor = check_positive("clip_factor", clip_factor)
         self.eps = check_positive("eps", eps)
+        if isinstance(exclude, Sequence) and not isinstance(exclude, str):
+            exclude = list(exclude)  # such as OmegaConf's ListConfig
         patterns = isinstance(exclude, list) and all(isinstance(name, str) for name in exclude)
         if exclude is not None and exclude != "final_linear" and not patterns:
             raise ValueError(

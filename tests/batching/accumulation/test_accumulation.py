@@ -1,6 +1,7 @@
 """Compares accumulated gradients with float64 gradients of the whole window."""
 
 import copy
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -189,7 +190,9 @@ def test_equal_batches_give_weights_bit_identical_to_lightning():
     assert_same_weights(model, other)
 
 
-@pytest.mark.parametrize("schedule", [{0: 1, 9: 2, 10: 4}, {"0": 1, "9": 2, "10": 4}])
+@pytest.mark.parametrize(
+    "schedule", [{0: 1, 9: 2, 10: 4}, UserDict({"0": 1, "9": 2, "10": 4})], ids=["dict", "mapping"]
+)
 def test_schedule_changes_windows_within_an_epoch(schedule):
     """Keys from a YAML file are strings."""
     callback = lo.Accumulation(schedule)

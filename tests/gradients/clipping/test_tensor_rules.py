@@ -1,6 +1,7 @@
 """Rules per tensor, unit and element, against torch and independent references."""
 
 import math
+from collections import UserList
 from typing import Any
 
 import numpy as np
@@ -149,13 +150,12 @@ def test_exclude_takes_patterns() -> None:
     assert clipped_names(Tokens(), UnitWise(exclude=None)) == BODY | head
     assert clipped_names(Tokens(), UnitWise(exclude=[])) == BODY | head
     patterns = ["body.*", "*.bias"]
-    assert clipped_names(Tokens(), UnitWise(exclude=patterns)) == {
-        "embedding.weight",
-        "head.weight",
-    }
+    for kind in (list, tuple, UserList):  # the last like OmegaConf's, no `list`
+        rule = UnitWise(exclude=kind(patterns))
+        assert clipped_names(Tokens(), rule) == {"embedding.weight", "head.weight"}
     with pytest.raises(ValueError, match=r"no parameter name matches 'haed\.\*'.*head\.weight"):
         GradientClipper(Tokens(), UnitWise(exclude=["haed.*"]))
-    for wrong in ("head.*", ("head.*",), [1], 3, True):
+    for wrong in ("head.*", [1], 3, True):
         with pytest.raises(ValueError, match=r"exclude must be 'final_linear', a list of patterns"):
             UnitWise(exclude=wrong)  # type: ignore[arg-type]
 
