@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 BASES = {"--model": LightningModule, "--data": LightningDataModule}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
+EXAMPLE = "path/to/file.py:Class."
 
 IMPORT_HINTS = {
     ": SystemExit": "Call what parses arguments or exits under if __name__ == '__main__'.",
@@ -130,9 +131,8 @@ class Targets:
                     content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
                     model = content.get("model") or model
         path = model.get("class_path") if isinstance(model, Mapping) else model
-        module, _, name = str(path).rpartition(".")
         try:
-            return package_of(look_up(f"{module}:{name}"))
+            return package_of(look_up(":".join(str(path).rsplit(".", 1))))
         except (ImportError, UsageError, ValueError):
             return DEFAULT  # the parser raises later
 
@@ -146,10 +146,9 @@ class Targets:
     def _resolve(self, option: str, value: str) -> list[str]:
         """Return the option and its value as an import path."""
         if value.endswith(".py"):
-            raise UsageError(
-                f"{option} {value} names a file; name a class in it: "
-                + ", ".join(f"{value}:{name}" for name in class_names(find_module(value)))
-            )
+            names = ", ".join(f"{value}:{name}" for name in class_names(find_module(value)))
+            advice = names or f"it has none, so give the file that defines it: {EXAMPLE}"
+            raise UsageError(f"{option} {value} names a file; name a class in it: {advice}")
         if ":" not in value or value.startswith("{"):
             return [option, value]  # in LightningCLI's own notation: an import path, a name or JSON
         found, base, (place, _, name) = look_up(value), BASES[option], value.rpartition(":")
@@ -195,7 +194,7 @@ def find_module(place: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise UsageError(
                 f"There is no module {error.name!r} here. Run the command in the folder that "
-                "contains it, or give the path to its file: path/to/file.py:Class."
+                f"contains it, or give the path to its file: {EXAMPLE}"
             ) from error
         text = f"{place} cannot be imported: {type(error).__name__}: {error}".rstrip(": ")
         hints = [hint for words, hint in IMPORT_HINTS.items() if words in text]
