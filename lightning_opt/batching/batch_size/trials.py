@@ -36,6 +36,7 @@ from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import SilentLogger
+from lightning_opt.core.output.loggers import HISTORIES, History
 from lightning_opt.trainer.lightning import (
     PACKAGES,
     BaseCallback,
@@ -323,6 +324,7 @@ class Trials:
             loop._data_source.instance = model
         for owner in (trainer.state, trainer._logger_connector):
             stack.callback(vars(owner).update, dict(vars(owner)))
+        stack.callback(HISTORIES.__setitem__, trainer, HISTORIES.pop(trainer, History()))
         stack.callback(strategy.connect, module)
         stack.callback(vars(strategy).update, dict(vars(strategy)))
         strategy.precision_plugin = precision

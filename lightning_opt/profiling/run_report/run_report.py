@@ -63,6 +63,7 @@ class RunReport(RunCallback):
     """
 
     only_one = True
+    runs_in_trials = False
 
     def __init__(self) -> None:
         self._history = History()
@@ -85,11 +86,10 @@ class RunReport(RunCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Reset the per-run state."""
         super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
-        self._is_fitting, self._has_failed = True, False
-        HISTORIES[trainer] = self._history
-        self._reset_run(0)
+        if stage == "fit":
+            self._is_fitting, self._has_failed = True, False
+            HISTORIES[trainer] = self._history
+            self._reset_run(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""

@@ -394,6 +394,21 @@ def test_curves_of_other_callbacks_continue_after_a_resume_and_restart_with_a_mo
     assert first.state_dict()["sums"].keys() == whole.state_dict()["sums"].keys()
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_batch_size_trials_leave_no_trace_in_the_report(tmp_path, monkeypatch, is_first):
+    states: list[str] = []
+    monkeypatch.setattr(lo.RunReport, "_write", lambda self, _, state, **__: states.append(state))
+    plain, tried = lo.RunReport(), lo.RunReport()
+    fit(tmp_path, plain, lo.AdaptiveClipping(every_n_steps=4))
+    callbacks = [tried, lo.DynamicBatchSize(max_size=4)][:: 1 if is_first else -1]
+    fit(tmp_path, *callbacks, lo.AdaptiveClipping(every_n_steps=4))
+    assert states == ["Finished", "Finished"]
+    sums = tried.state_dict()["sums"]
+    assert any(key.startswith("batch_size/") for key in sums)
+    own = {key: points for key, points in sums.items() if not key.startswith("batch_size/")}
+    assert_same_state(own, plain.state_dict()["sums"])
+
+
 # --- recorded losses ---------------------------------------------------------------------------
 
 
