@@ -263,17 +263,23 @@ def test_exception_writes_the_page_after_all_callbacks(tmp_path, error, last):
     assert trainer.callbacks == before
 
 
-def test_out_of_memory_is_the_first_finding(tmp_path, pictures):
+OF_CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 7.5 GiB free."
+
+
+@pytest.mark.parametrize(("message", "size"), [("", f"{2**52} bytes"), (OF_CUDA, "20.00 GiB")])
+def test_out_of_memory_is_the_first_finding(tmp_path, pictures, message, size):
     class Large(SmallNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 3:
+                if message:
+                    raise torch.OutOfMemoryError(message)
                 torch.empty(2**50)
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(RuntimeError, match="allocate"):
         fit(tmp_path, lo.RunReport(), model=Large())
     page = read(tmp_path)
-    finding = f"Memory ran out at step 3: tried to allocate {4 * 2**50} bytes."
+    finding = f"Memory ran out at step 3: tried to allocate {size}."
     assert page.texts("findings", "h3")[0] == finding
     assert page.texts("findings", "pre")[0] == "Trainer(callbacks=[lo.MicroBatching('auto')])"
     assert any("out of memory" in text for text in page.texts("pictures", "text"))
