@@ -146,6 +146,10 @@ def split_into(batch: Batch, parts: int, reading: Reading) -> list[tuple[Batch, 
     return [(_cut(batch, start, end, reading.lists), end - start) for start, end in pairwise(ends)]
 
 
+def first_samples(batch: Batch, count: int, reading: Reading) -> Batch:
+    return _cut(batch, 0, count, reading.lists)  # type: ignore[no-any-return]
+
+
 def copy_containers(batch: Batch) -> Batch:
     """Return the same tensors in new containers; containers that cannot be rebuilt are kept."""
     if _is_graphs(batch):

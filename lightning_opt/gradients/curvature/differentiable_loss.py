@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
-from lightning_opt.core.modules.batches import UnsplittableBatchError, read_batch, split_into
+from lightning_opt.core.modules.batches import UnsplittableBatchError, first_samples, read_batch
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import replaced
@@ -78,9 +78,9 @@ def twice_differentiable_loss(
     The loss is computed without autocast, DDP and compilation, and with an attention kernel that
     has a second derivative. It is None if ``training_step`` returns None.
 
-    The part is the first samples of the batch, at least one. The whole batch is used, with a
-    warning, if it cannot be split (a graph, for example), or if the step fails on the part
-    (BatchNorm needs two samples). ``owner`` is the callback's name.
+    The part is the first ``fraction`` of the samples, rounded down, at least one. The whole batch
+    is used, with a warning, if it cannot be split (a graph, for example), or if the step fails on
+    the part (BatchNorm needs two samples). ``owner`` is the callback's name.
 
     Raises:
         ValueError: If a lazy layer has no weights yet.
@@ -91,8 +91,8 @@ def twice_differentiable_loss(
     if fraction < 1:
         with suppress(UnsplittableBatchError):
             reading = read_batch(batch)
-            parts = min(reading.samples, max(1, round(1 / fraction)))
-            part, _ = split_into(batch, parts, reading)[0]
+            samples = max(1, int(fraction * reading.samples + 1e-9))  # 1/49 * 98 is below 2
+            part = first_samples(batch, samples, reading)
     with ExitStack() as stack:
         stack.enter_context(without_side_effects(trainer, module))
         stack.enter_context(torch.enable_grad())

@@ -57,6 +57,16 @@ def test_measurements_match_the_hessian():
     assert callback.report().rows == callback.history
 
 
+@pytest.mark.parametrize(("size", "fraction", "samples"), [(10, 0.4, 4), (4, 0.8, 3), (1, 0.25, 1)])
+def test_fraction_of_the_samples_is_measured(size, fraction, samples):
+    model, callback = SmallNet(lr=LR), monitor(fraction=fraction, n_samples=2)
+    x, y = next(iter(loader_of(1, size)))
+    hessian = hessian_of(model.layer, x[:samples], y[:samples])
+    quiet_trainer(callbacks=[callback]).fit(model, loader_of(1, size))
+    top = torch.linalg.eigvalsh(hessian)[-1].item()
+    assert callback.history[0]["sharpness"] == pytest.approx(top, rel=1e-3)
+
+
 def measure_on_ranks() -> list[dict[str, float]]:
     callback = monitor()
     trainer = quiet_trainer(callbacks=[callback], devices=2, strategy="ddp")
