@@ -136,7 +136,7 @@ class CurvatureMonitor(RunCallback):
         context = twice_differentiable_loss(NAME, trainer, module, batch, batch_idx, self.fraction)
         groups = step_groups(trainer)
         with context as loss:
-            if loss is None and not groups:
+            if not mean_over_ranks([torch.tensor([loss is not None])], groups)[0]:  # on any rank
                 return {}
             product = _averaged_over_ranks(hessian_product(loss, params), groups)
             trace = estimate_trace(product, params, self.n_samples, generator)

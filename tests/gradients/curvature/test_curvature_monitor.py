@@ -82,11 +82,13 @@ def test_two_ranks_measure_their_joint_hessian():
     check(ours)
 
 
-class LossOnFirst(SmallNet):
-    """Rank 1 has no loss."""
+class LossOnSome(SmallNet):
+    """The first ``ranks`` ranks have a loss."""
+
+    ranks = 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if self.global_rank == 1 else super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx) if self.global_rank < self.ranks else None
 
 
 class Compare(Callback):
@@ -98,18 +100,21 @@ class Compare(Callback):
         raise ArithmeticError("enough")
 
 
-def measure_without_a_loss_on_one_rank() -> tuple[float, float]:
+def measure_with_losses_on(ranks: int) -> tuple[list[float], float]:
     callback, compare = monitor(n_samples=2), Compare()
     trainer = quiet_trainer(callbacks=[callback, compare], devices=2, strategy="ddp")
+    model = LossOnSome()
+    model.ranks = ranks
     with pytest.raises(ArithmeticError, match="enough"):
-        trainer.fit(LossOnFirst(), loader_of(2))
-    return callback.history[0]["sharpness"], compare.sharpness
+        trainer.fit(model, loader_of(2))
+    return [entry["sharpness"] for entry in callback.history], compare.sharpness
 
 
 @pytest.mark.distributed
-def test_rank_without_a_loss_counts_as_a_loss_of_zero():
-    (ours, of_batch), (theirs, _) = launch(measure_without_a_loss_on_one_rank)
-    assert ours == theirs == pytest.approx(of_batch / 2, rel=1e-3)
+def test_rank_without_a_loss_counts_as_zero_unless_no_rank_has_one():
+    (ours, of_batch), (theirs, _) = launch(measure_with_losses_on, 1)
+    assert ours == theirs == [pytest.approx(of_batch / 2, rel=1e-3)]
+    assert [history for history, _ in launch(measure_with_losses_on, 0)] == [[], []]
 
 
 def test_lazy_layer_without_weights_raises():
