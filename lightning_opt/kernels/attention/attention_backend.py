@@ -183,16 +183,14 @@ class CallRecorder(ExitStack):
         query, key, value, attn_mask = (_as_autocast(tensor) for tensor in inputs)  # type: ignore[assignment]
         call: dict[str, Any] = {
             "device": query.device.type,
-            "dtype": str(query.dtype).removeprefix("torch."),
-            "query": str(tuple(query.shape)),
-            "key": str(tuple(key.shape)),
-            "mask": "none"
-            if attn_mask is None
-            else f"{str(attn_mask.dtype).removeprefix('torch.')} {tuple(attn_mask.shape)}",
+            "dtype": _dtype_and_shape(query)[0],
+            "query": _dtype_and_shape(query)[1],
+            "key": _dtype_and_shape(key)[1],
+            "mask": "none" if attn_mask is None else " ".join(_dtype_and_shape(attn_mask)),
             "causal": is_causal,
             "dropout": float(dropout_p),
         }
-        kind = (*call.values(), tuple(value.shape))
+        kind = (*call.values(), _dtype_and_shape(value))
         if kind in self._rows:
             self._rows[kind]["calls"] += 1
             return
@@ -208,6 +206,13 @@ class CallRecorder(ExitStack):
             **call,
             "better ones": "; ".join(reasons),
         }
+
+
+def _dtype_and_shape(tensor: Tensor) -> tuple[str, str]:
+    # A nested tensor of the strided layout raises an error if it is asked for its shape.
+    has_shape = not tensor.is_nested or tensor.layout is torch.jagged
+    shape = str(tuple(tensor.shape)) if has_shape else "nested"
+    return str(tensor.dtype).removeprefix("torch."), shape
 
 
 def _as_autocast(tensor: Tensor | None) -> Tensor | None:

@@ -197,6 +197,22 @@ def test_each_shape_of_the_first_batch_gets_a_row_with_its_dtype_under_autocast(
     assert [(row["dtype"], row["calls"]) for row in attention.report().rows] == [("float32", 1)]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested|AttentionBackend:UserWarning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_strided_nested_tensors_train_as_without_it(precision):
+    class Nested(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
+            nested = torch.nested.as_nested_tensor([heads[0], heads[1, :, :3]])
+            return functional.scaled_dot_product_attention(nested, nested, nested).values()
+
+    attention = lo.AttentionBackend()
+    nets = [fit(Nested(), *callbacks, precision=precision) for callbacks in ([], [attention])]
+    assert_same_weights(*nets)
+    (row,) = attention.report().rows
+    assert row["query"] == row["key"] == "nested"
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_report_without_training(stage):
     attention = lo.AttentionBackend()
