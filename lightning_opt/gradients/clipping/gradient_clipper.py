@@ -84,7 +84,8 @@ class ClipTally:
         self.last = {name: value for name, value in last.items() if value is not None}
         if clip.clipped is not None:
             self.clipped = self.clipped + clip.clipped
-        self._uncounted.append((norm, self.last["coefficient"] if clip.clipped is None else 1.0))
+        coefficient = self.last.get("coefficient", 1.0)
+        self._uncounted.append((norm, coefficient if clip.clipped is None else 1.0))
         if len(self._uncounted) >= MAX_UNCOUNTED:
             self._add_uncounted()
 
@@ -119,8 +120,7 @@ class ClipTally:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
         self.state = to_plain(state_dict["rule"])
-        self.steps = state_dict["steps"]
-        self.nonfinite = state_dict["nonfinite"]
+        self.steps, self.nonfinite = state_dict["steps"], state_dict["nonfinite"]
         self.clipped = state_dict["clipped"]
 
 

@@ -18,9 +18,11 @@ from lightning_opt.gradients.clipping.gradient_clipper import (
     resolve_rule,
 )
 from lightning_opt.gradients.clipping.norm_rules import (
+    Clip,
     ClippingRule,
     FixedNorm,
     Robust,
+    State,
     ZClip,
 )
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
@@ -277,6 +279,20 @@ def test_clipped_share_excludes_nonfinite_steps(path: str) -> None:
     assert read["norm"] == pytest.approx(0.25)
     assert read["threshold"] == 1.0
     assert read["coefficient"] == 1.0
+
+
+class Measures(ClippingRule):
+    """Clips nothing."""
+
+    def clip(self, step: GradientStep, state: State) -> Clip:
+        return Clip()
+
+
+def test_rule_may_return_an_empty_clip(path: str) -> None:
+    net = fresh()
+    clipper = GradientClipper(net, Measures())
+    list(steps_of(clipper, net, [(0, 2.0), (1, NAN), (2, 0.5)]))
+    assert clipper._tally.read() == {"norm": pytest.approx(0.5), "fraction": 0.0, "nonfinite": 1.0}
 
 
 def test_rules_by_name() -> None:
