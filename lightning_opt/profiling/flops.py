@@ -106,7 +106,7 @@ def count_flops(model: nn.Module, *batch: Any, **inputs: Any) -> Flops:
         >>> flops.forward, flops.backward  # 2 * 2 * 10 * 5, and the weight's gradient
         (200, 200)
     """
-    devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch))}
+    devices = {tensor.device for tensor in (*model.parameters(), *tensors_of((batch, inputs)))}
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     counter = FlopCount()
     with isolated_random(device), preserved(model), counter:
@@ -120,27 +120,28 @@ def count_flops(model: nn.Module, *batch: Any, **inputs: Any) -> Flops:
 
 
 PEAKS = {
-    "B200": (2250.0, 1125.0, 75.0),  # Blackwell Architecture Technical Brief, 2024
-    "H200 NVL": (835.5, 417.5, 60.0),  # data sheets, from here on; sparse figures are halved
-    "H200": (989.4, 494.7, 66.9),
-    "GH200": (989.4, 494.7, 66.9),
-    "H100 NVL": (835.5, 417.5, 60.0),
-    "H100 PCIE": (756.0, 378.0, 51.2),
-    "H100": (989.4, 494.7, 66.9),
-    "A100": (312.0, 156.0, 19.5),
-    "A40": (149.7, 74.8, 37.4),
-    "A10": (125.0, 62.5, 31.2),
-    "L40S": (362.0, 183.0, 91.6),
-    "L40": (181.0, 90.5, 90.5),
-    "L4": (121.0, 60.0, 30.3),
-    "RTX 4090": (165.2, 82.6, 82.6),  # Ada and Ampere GA102 GPU Architecture white papers
-    "RTX 3090": (71.0, 35.6, 35.6),
-    "RTX A6000": (154.8, 77.4, 38.7),
+    "B200": (2250.0, 1125.0, 75.0, 4500.0),  # Blackwell Architecture Technical Brief, 2024
+    "H200 NVL": (835.5, 417.5, 60.0, 1670.5),  # data sheets from here on, sparse figures halved
+    "H200": (989.4, 494.7, 66.9, 1978.9),
+    "GH200": (989.4, 494.7, 66.9, 1978.9),
+    "H100 NVL": (835.5, 417.5, 60.0, 1670.5),
+    "H100 PCIE": (756.0, 378.0, 51.2, 1513.0),
+    "H100": (989.4, 494.7, 66.9, 1978.9),
+    "A100": (312.0, 156.0, 19.5, 0.0),
+    "A40": (149.7, 74.8, 37.4, 0.0),
+    "A10": (125.0, 62.5, 31.2, 0.0),
+    "L40S": (362.0, 183.0, 91.6, 733.0),
+    "L40": (181.0, 90.5, 90.5, 362.0),
+    "L4": (121.0, 60.0, 30.3, 242.5),
+    "RTX 4090": (165.2, 82.6, 82.6, 330.3),  # Ada and Ampere GA102 GPU Architecture white papers
+    "RTX 3090": (71.0, 35.6, 35.6, 0.0),
+    "RTX A6000": (154.8, 77.4, 38.7, 0.0),
 }
-"""Dense peaks in TFLOP/s for inputs in 16 bits, TF32 and float32, with sums in 32 bits.
+"""Dense peaks in TFLOP/s for inputs in 16 bits, TF32, float32 and FP8, with sums in 32 bits.
 
 The first key whose words are all in the GPU's name is used, so more specific keys come first.
-Lightning's own table (2.6) lacks the H200, and confuses an L40S with an L4.
+GPUs without FP8 have 0 there. Lightning's own table (2.6) lacks the H200, and confuses an L40S
+with an L4.
 """
 
 VARIANTS = {"SUPER", "TI", "LAPTOP", "MOBILE", "MAX", "MIG", "D"}
@@ -155,7 +156,7 @@ def peak_flops(gpu: str, precision: str) -> float | None:
     Args:
         gpu: The name of the GPU.
         precision: The Trainer's precision. ``"32-true"`` uses the peak of TF32 if torch may use
-            TF32.
+            TF32, ``"transformer-engine"`` that of FP8.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16-mixed") / 1e12
@@ -165,6 +166,8 @@ def peak_flops(gpu: str, precision: str) -> float | None:
     peaks = next((PEAKS[name] for name in PEAKS if words.issuperset(name.split())), None)
     if peaks is None or words & VARIANTS or precision.startswith("64"):
         return None
+    if precision.startswith("transformer-engine"):
+        return peaks[3] * 1e12 or None
     if precision.startswith(("16", "bf16")):
         return peaks[0] * 1e12
     return peaks[1 + (torch.get_float32_matmul_precision() == "highest")] * 1e12

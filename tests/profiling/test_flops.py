@@ -1,11 +1,13 @@
 """Counted FLOPs against formulas, and the peaks of GPUs against Lightning's table."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from lightning.fabric.utilities.throughput import _CUDA_FLOPS
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -150,6 +152,15 @@ def test_without_gradients_only_the_forward_pass_counts():
     assert not model.weight.requires_grad
 
 
+def test_random_state_of_the_device_of_named_inputs_is_restored(monkeypatch):
+    devices: list[torch.device] = []
+    isolated = "lightning_opt.profiling.flops.isolated_random"
+    monkeypatch.setattr(isolated, lambda device: devices.append(device) or nullcontext())
+    with FakeTensorMode():
+        count_flops(nn.ReLU(), input=torch.empty(2, device="cuda"))
+    assert [device.type for device in devices] == ["cuda"]
+
+
 def test_uncounted_operator_raises(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError("odd shapes")
@@ -188,3 +199,5 @@ def test_peaks_depend_on_precision_and_equal_lightning_s(monkeypatch):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
         assert peak_flops(name, "32-true") == pytest.approx(theirs["tfloat32"])
         assert peak_flops(name, "64-true") is None
+        fp8 = None if chip == "a100" else pytest.approx(theirs[torch.int8])
+        assert peak_flops(name, "transformer-engine") == fp8
