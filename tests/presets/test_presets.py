@@ -291,6 +291,12 @@ def test_compiling_on_a_cpu_needs_a_request():
         assert "CompileModel" in on(lo.preset("advanced", CompileModel=asked), accelerator="cpu")
 
 
+def test_unknown_gpu_is_not_called_too_old(monkeypatch):
+    monkeypatch.setattr(machine, "open_nvml", lambda: None)
+    found = reason(lo.preset("ultra"), "precision", accelerator="cuda", strategy="ddp_fork")
+    assert found == "the GPU's compute capability is unknown: NVML or the GPU is not available"
+
+
 def test_compiling_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)

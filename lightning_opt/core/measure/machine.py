@@ -67,34 +67,37 @@ def cuda_capability(forks: bool = False) -> tuple[int, int] | None:
 def why_no_bf16(device: str, forks: bool = False) -> str | None:
     """Return why bfloat16 is not fast on this type of device; None if it is."""
     if device == "cuda":
-        capability = cuda_capability(forks)
-        if capability is None or capability < (8, 0):
-            return "no bf16 units: GPUs have them from compute capability 8.0 on"
+        reason = "no bf16 units: GPUs have them from compute capability 8.0 on"
+        return _why_too_old((8, 0), reason, forks)
+    if device != "cpu":
+        return f"bf16 on {device!r} has not been measured"
+    if not cpu_flags().isdisjoint(FAST_BF16):
         return None
-    if device == "cpu":
-        flags = cpu_flags()
-        if flags.isdisjoint(FAST_BF16):
-            return (
-                f"this CPU has neither {' nor '.join(FAST_BF16)}, and without them bf16 is many "
-                "times slower than float32"
-            )
-        return None
-    return f"bf16 on {device!r} has not been measured"
+    return (
+        f"this CPU has neither {' nor '.join(FAST_BF16)}, and without them bf16 is many times "
+        "slower than float32"
+    )
 
 
 def why_no_compiler(device: str, forks: bool = False) -> str | None:
     """Return why torch.compile cannot compile for this type of device; None if it can."""
     if device != "cuda":
         return None if device == "cpu" else f"torch.compile for {device!r} has not been tried"
+    # Triton takes CC as the name of a program, without options.
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc", "cl"]
     if not any(map(shutil.which, compilers)):
-        return f"there is no C compiler ({', '.join(compilers)})"
+        return f"there is no C compiler of the name {' or '.join(map(repr, compilers))}"
     if find_spec("triton") is None:
         return "triton is not installed"
+    reason = "triton needs a GPU of compute capability 7.0 or newer"
+    return _why_too_old((7, 0), reason, forks)
+
+
+def _why_too_old(needed: tuple[int, int], reason: str, forks: bool) -> str | None:
     capability = cuda_capability(forks)
-    if capability is None or capability < (7, 0):
-        return "triton needs a GPU of compute capability 7.0 or newer"
-    return None
+    if capability is None:
+        return "the GPU's compute capability is unknown: NVML or the GPU is not available"
+    return reason if capability < needed else None
 
 
 def describe_machine(device: str) -> str:
@@ -142,29 +145,25 @@ def lowest_capability() -> tuple[int, int] | None:
     library = open_nvml()
     if library is None:
         return None
-    try:
+    with suppress(library.NVMLError):
         handles = map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
         capabilities = map(library.nvmlDeviceGetCudaComputeCapability, handles)
         return min(map(tuple, capabilities), default=None)
-    except library.NVMLError:
-        return None
+    return None
 
 
 def used_memory(library: ModuleType, handle: Any) -> int | None:
     """Return the bytes used by all processes, without the driver's reserve; None if unknown."""
-    try:
+    with suppress(library.NVMLError):
         return int(library.nvmlDeviceGetMemoryInfo(handle, version=library.nvmlMemory_v2).used)
-    except library.NVMLError:
-        return None
+    return None
 
 
 def find_handle(library: ModuleType, uuid: str) -> Any:
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names:
-        try:
+        with suppress(library.NVMLError):
             return library.nvmlDeviceGetHandleByUUID(name)
-        except library.NVMLError:
-            continue
     return None
 
 
@@ -229,7 +228,6 @@ def _folders(root: Path, controller: str) -> list[Path]:
 
 
 def _lines(file: Path) -> list[str]:
-    try:
+    with suppress(OSError):
         return file.read_text().splitlines()
-    except OSError:
-        return []
+    return []
