@@ -38,7 +38,8 @@ class Durations:
         """Add one duration."""
         self.count += 1
         self.total += seconds
-        mantissa, exponent = frexp(seconds)  # many times faster than a logarithm
+        # Many times faster than a logarithm. The cell of 0 itself would be that of 2 ms.
+        mantissa, exponent = frexp(seconds or 1e-99)
         cell = exponent * _CELLS + int(mantissa * _CELLS)
         cells = self._cells
         cells[cell] = cells.get(cell, 0) + 1
