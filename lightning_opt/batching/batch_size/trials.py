@@ -352,10 +352,7 @@ class Trials:
 
 
 def _copy_or_share(value: Any, shared: list[Any]) -> Any:
-    """Return a deep copy in which the objects in ``shared`` are not copied.
-
-    Objects that cannot be copied are appended to ``shared``.
-    """
+    """Deep-copy, except for the objects in ``shared``. Append those that cannot be copied."""
     shared_before, memo = len(shared), {id(item): item for item in shared}
     while True:
         try:

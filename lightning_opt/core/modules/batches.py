@@ -143,11 +143,7 @@ def split_into(batch: Batch, parts: int, reading: Reading) -> list[tuple[Batch, 
     if parts == 1:
         return [(batch, reading.samples)]
     ends = [reading.samples * number // parts for number in range(parts + 1)]
-    return [(_cut(batch, start, end, reading.lists), end - start) for start, end in pairwise(ends)]
-
-
-def first_samples(batch: Batch, count: int, reading: Reading) -> Batch:
-    return _cut(batch, 0, count, reading.lists)  # type: ignore[no-any-return]
+    return [(cut(batch, start, end, reading.lists), end - start) for start, end in pairwise(ends)]
 
 
 def copy_containers(batch: Batch) -> Batch:
@@ -367,9 +363,9 @@ def _describe(leaf: Any) -> str:
     return f"an object of type {type(leaf).__module__}.{type(leaf).__qualname__}"
 
 
-def _cut(value: Any, start: int, end: int, lists: frozenset[int]) -> Any:
+def cut(value: Any, start: int, end: int, lists: frozenset[int]) -> Any:
     if _is_container(value) and id(value) not in lists:
-        return _rebuild(value, lambda item: _cut(item, start, end, lists))
+        return _rebuild(value, lambda item: cut(item, start, end, lists))
     if _is_shared(value):
         return value
     if _is_graphs(value):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
-from lightning_opt.core.modules.batches import UnsplittableBatchError, first_samples, read_batch
+from lightning_opt.core.modules.batches import UnsplittableBatchError, cut, read_batch
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import replaced
@@ -92,7 +92,7 @@ def twice_differentiable_loss(
         with suppress(UnsplittableBatchError):
             reading = read_batch(batch)
             samples = max(1, int(fraction * reading.samples + 1e-9))  # 1/49 * 98 is below 2
-            part = first_samples(batch, samples, reading)
+            part = cut(batch, 0, samples, reading.lists)
     with ExitStack() as stack:
         stack.enter_context(without_side_effects(trainer, module))
         stack.enter_context(torch.enable_grad())
