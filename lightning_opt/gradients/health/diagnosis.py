@@ -181,16 +181,11 @@ def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
     small = {name: flow for name, flow in flows.items() if flow < min(limit, 1e-3 * largest)}
     strongest = max(flows, key=flows.__getitem__)
     severity = CRITICAL if 4 * len(small) >= len(flows) else WARNING
-    return [
-        Issue(
-            "vanishing",
-            severity,
-            name,
-            f"gradient RMS {flow:.2g}, {flow / largest:.2g} times that at {strongest}",
-            largest / flow,
-        )
-        for name, flow in small.items()
-    ]
+    found = []
+    for name, flow in small.items():
+        detail = f"gradient RMS {flow:.2g}, {flow / largest:.2g} times that at {strongest}"
+        found.append(Issue("vanishing", severity, name, detail, largest / flow))
+    return found
 
 
 def _find_dead(evidence: Evidence) -> list[Issue]:
@@ -242,10 +237,14 @@ class Persistence:
     def update(self, findings: Sequence[Issue]) -> None:
         before, self._tracks = self._tracks, {}
         for finding in findings:
-            key = self._key(finding)
-            track = before.get(key, {"seen": 0, "issue": asdict(finding)})
-            # NaN weights make every layer's gradient NaN, so only the first place is informative.
-            issue = track["issue"] if key == "nonfinite" else asdict(finding)
+            key, issue = self._key(finding), asdict(finding)
+            track = before.get(key, {"seen": 0, "issue": issue})
+            if key == "nonfinite":
+                # NaN weights make every layer's gradient NaN, so only the first place is
+                # informative. A critical finding stays critical.
+                known = self._tracks.get(key, track)["issue"]["severity"]
+                worst = CRITICAL if CRITICAL in (known, finding.severity) else WARNING
+                issue = {**track["issue"], "severity": worst}
             self._tracks[key] = {"seen": track["seen"] + 1, "issue": issue}
 
     def _key(self, finding: Issue) -> str:

@@ -174,7 +174,8 @@ class GradientHealth(GradientCallback):
         if due:
             activation_issues = self._activations.take(scaled=loss_scale(trainer) is not None)
             for index in due:
-                self._complete(trainer, index, activation_issues)
+                # One optimizer reports the finding in activations.
+                self._complete(trainer, index, activation_issues if index == due[0] else ())
                 prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
                 scalars = self._records[index].scalars()
                 log_scalars(trainer, {prefix + key: value for key, value in scalars.items()})

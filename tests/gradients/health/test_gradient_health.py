@@ -118,6 +118,13 @@ def test_several_steps_in_one_batch_all_count():
     assert sum(layer.parameters[0].count for layer in health.layers) == 8
 
 
+def test_nan_in_an_activation_is_one_issue_with_several_optimizers():
+    model, health = AdversarialNet(), lo.GradientHealth(every_n_steps=2, activations=True)
+    nn.init.constant_(model.discriminator[0].weight, math.nan)
+    fit(health, model=model, max_steps=4)
+    assert [issue.place for issue in health.issues].count("discriminator.0") == 1
+
+
 def test_compiled_model_gets_no_hooks():
     model = Classifier(mlp(2))
     model.net.compile(backend="eager")

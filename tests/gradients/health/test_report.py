@@ -137,6 +137,18 @@ def test_first_nonfinite_finding_is_kept():
     assert (issue.type, issue.place) == ("inf", "encoder.3")
 
 
+@pytest.mark.parametrize("reports", [(WARNING, CRITICAL), (CRITICAL, WARNING)])
+@pytest.mark.parametrize("together", [False, True])
+def test_critical_nonfinite_finding_stays_critical(reports, together):
+    persistence = Persistence()
+    found = [Issue("nan", severity, severity, "seen") for severity in reports]
+    for findings in [found] if together else [[one] for one in found]:
+        persistence.update(findings)
+    (issue,) = persistence.issues()
+    # The last place within one report, the first over reports.
+    assert (issue.severity, issue.place) == (CRITICAL, reports[1 if together else 0])
+
+
 def test_several_places_are_one_issue_at_the_worst():
     persistence = Persistence()
     found = [Issue("stale", WARNING, name, name, badness) for name, badness in
