@@ -22,6 +22,8 @@ Kind: TypeAlias = Literal[
     "nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_spike", "nonfinite_weight"
 ]
 
+SPIKES = ("loss_spike", "gradient_spike")
+
 KINDS_BY_CODE: tuple[Kind | None, ...] = (
     None, None, "gradient_spike", "loss_spike", "nonfinite_gradient", "nonfinite_loss",
 )  # fmt: skip

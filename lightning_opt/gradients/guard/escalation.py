@@ -16,7 +16,7 @@ from lightning_opt.core.arguments import check_at_least, check_one_of, check_sha
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.numerics.scalars import Condition, to_plain
-from lightning_opt.gradients.guard.detector import Kind
+from lightning_opt.gradients.guard.detector import SPIKES, Kind
 
 Policy: TypeAlias = Literal["skip", "rollback", "raise"]
 Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
@@ -93,7 +93,7 @@ class Escalation:
             return None
         state["consecutive"] += 1
         state["skipped"] += 1
-        faults, is_spike = state["consecutive"], kind in ("loss_spike", "gradient_spike")
+        faults, is_spike = state["consecutive"], kind in SPIKES
         if self.policy == "raise" or (faults >= self.max_consecutive and not is_spike):
             return "raise"
         if self.policy == "rollback" and faults == self.rollback_after:
@@ -135,23 +135,6 @@ class Escalation:
         self.rollbacks = state_dict["rollbacks"]
 
 
-def skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer skips a step by itself if ``optimizer.found_inf`` is 1.
-
-    True for torch's fused kernels. False for subclasses, which may override ``step``, and for SGD
-    with momentum before its first step: torch (2.13) allocates the momentum uninitialised, and a
-    skipped first step would never set it.
-    """
-    if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):
-        return False
-    if not all(group.get("fused") for group in optimizer.param_groups):
-        return False
-    return type(optimizer) is not SGD or all(
-        group["momentum"] == 0 or any(map(optimizer.state.get, group["params"]))
-        for group in optimizer.param_groups
-    )
-
-
 class _SkippedUpdate(Exception):  # noqa: N818 - not an error
     """Raised in the closure to end ``Optimizer.step`` before it updates the weights."""
 
@@ -189,11 +172,26 @@ class UpdateControl:
         self.reset()
         self._patch.close()
 
+    def skips_on_device(self) -> bool:
+        """Return whether the optimizer skips a step by itself if ``optimizer.found_inf`` is 1.
+
+        True for torch's fused kernels. False for subclasses, which may override ``step``, and for
+        SGD with momentum before its first step: torch (2.13) allocates the momentum uninitialised,
+        and a skipped first step would never set it.
+        """
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        kind = type(self.optimizer)
+        if kind not in (Adam, AdamW, SGD, Adagrad) or not all(g.get("fused") for g in groups):
+            return False
+        return kind is not SGD or all(
+            group["momentum"] == 0 or any(map(state.get, group["params"])) for group in groups
+        )
+
     def prepare(self, skip: Condition, lr_scale: float) -> None:
         """Set the changes of the next update. Call it in ``on_before_optimizer_step``.
 
         Args:
-            skip: Whether to skip the update. A tensor requires :func:`skips_on_device`.
+            skip: Whether to skip the update. A tensor requires :meth:`skips_on_device`.
             lr_scale: Factor on the learning rate.
         """
         self._skip, self._lr_scale = skip, lr_scale

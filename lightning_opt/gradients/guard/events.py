@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.modules.sharding import Groups, gather_objects, step_groups
 from lightning_opt.core.numerics.norms import GradientNorms, nonfinite_names
-from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
+from lightning_opt.gradients.guard.detector import LARGEST_NORM, SPIKES, Kind
 from lightning_opt.gradients.guard.escalation import Action
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class StepRecord:
         norms = [] if self.norms is None else self.norms.per_tensor
         values = norms.tolist() if isinstance(norms, Tensor) else norms
         named = [names.get(parameter, "?") for parameter in self.parameters]
-        if self.kind in ("loss_spike", "gradient_spike"):
+        if self.kind in SPIKES:
             largest = sorted(zip(values, named, strict=True), reverse=True)
             return [name for _, name in largest[:3]]
         return [n for n, value in zip(named, values, strict=True) if not value <= LARGEST_NORM]

@@ -16,13 +16,8 @@ from lightning_opt.core.modules.sharding import is_dtensor, reads_are_free, step
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
-from lightning_opt.gradients.guard.detector import Detection, Detector, mean_loss
-from lightning_opt.gradients.guard.escalation import (
-    Escalation,
-    Policy,
-    UpdateControl,
-    skips_on_device,
-)
+from lightning_opt.gradients.guard.detector import SPIKES, Detection, Detector, mean_loss
+from lightning_opt.gradients.guard.escalation import Escalation, Policy, UpdateControl
 from lightning_opt.gradients.guard.events import (
     KINDS,
     MAX_EVENTS,
@@ -62,8 +57,8 @@ class NonFiniteGuard(GradientCallback):
     4. ``max_consecutive`` faults: the run stops with an error that explains the reason.
 
     Skipping cannot repair a NaN weight: it triggers response 3 at once, or 4 if there is no
-    snapshot. Spikes alone never stop a run. Spikes that persist after response 3 are accepted as
-    the usual level.
+    snapshot. Spikes stop a run only with ``policy="raise"``. Spikes that persist after response 3
+    are accepted as the usual level.
 
     All ranks decide together, with one all-gather of two numbers per step. Each replica of
     ``DiLoCoStrategy`` decides alone, and loads the shared weights after a rollback. With fused
@@ -233,7 +228,7 @@ class NonFiniteGuard(GradientCallback):
             reduce_on=trainer.strategy.root_device,
             groups=groups,
         )
-        deferred = not on_host and skips_on_device(optimizer)
+        deferred = not on_host and self._controls[index].skips_on_device()
         if not deferred:
             detection = detection.on_host(float(detection.code))
         position = (trainer.global_step, trainer.current_epoch, index)
@@ -318,9 +313,11 @@ class NonFiniteGuard(GradientCallback):
             # A weight may have become NaN between steps, without a recorded fault.
             faults = faults or [StepRecord(trainer.global_step, trainer.current_epoch)]
             faults[-1].kind, faults[-1].action = "nonfinite_weight", "rollback"
+        if not self._snapshot or self._restores >= MAX_RESTORES:
+            for fault in faults:
+                if fault.action == "rollback":
+                    fault.action = "skip" if fault.kind in SPIKES else "raise"
         worst = max(faults, key=lambda fault: list(RESPONSES).index(fault.action))
-        if worst.action == "rollback" and (not self._snapshot or self._restores >= MAX_RESTORES):
-            worst.action = "raise"
         if worst.action == "rollback":
             self._snapshot.restore(trainer, self._tensors(pl_module))
             self.escalation.record_rollback()

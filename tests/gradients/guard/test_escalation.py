@@ -207,6 +207,16 @@ def test_same_snapshot_is_restored_at_most_three_times() -> None:
     assert guard.events[-1]["action"] == "raise"
 
 
+def test_spike_that_cannot_be_rolled_back_is_skipped() -> None:
+    faults: dict[int, str] = {}
+    for first in (40, 47, 54, 61):
+        faults |= in_a_row(first, first + 6, "spike")
+    guard = lo.NonFiniteGuard("rollback", spike=6.0)
+    fit(FaultyNet(faults, settings={"lr": 1e-9}, batches=70), guard)
+    assert [event["batch_idx"] for event in guard.events] == list(faults)
+    assert [event["action"] for event in guard.events][5::6] == ["rollback"] * 3 + ["skip"]
+
+
 def test_nan_weight_is_rolled_back(device_path: bool) -> None:
     guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
     rolled = fit(scheduled({15: "weight"}, fused=device_path), guard)
