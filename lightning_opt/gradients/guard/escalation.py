@@ -176,15 +176,17 @@ class UpdateControl:
         """Return whether the optimizer skips a step by itself if ``optimizer.found_inf`` is 1.
 
         True for torch's fused kernels. False for subclasses, which may override ``step``, and for
-        SGD with momentum before its first step: torch (2.13) allocates the momentum uninitialised,
-        and a skipped first step would never set it.
+        SGD if its gradients have no momentum yet: torch (2.13) allocates it uninitialised, and a
+        skipped step would never set it. Torch raises if only some gradients of a group have one.
         """
         groups, state = self.optimizer.param_groups, self.optimizer.state
         kind = type(self.optimizer)
         if kind not in (Adam, AdamW, SGD, Adagrad) or not all(g.get("fused") for g in groups):
             return False
         return kind is not SGD or all(
-            group["momentum"] == 0 or any(map(state.get, group["params"])) for group in groups
+            group["momentum"] == 0
+            or next((state.get(p) for p in group["params"] if p.grad is not None), True)
+            for group in groups
         )
 
     def prepare(self, skip: Condition, lr_scale: float) -> None:

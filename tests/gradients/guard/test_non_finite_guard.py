@@ -51,6 +51,25 @@ def test_skipped_step_changes_nothing(name: str, device_path: bool) -> None:
     assert [event["batch_idx"] for event in guard.events] == sorted(BAD)
 
 
+def test_skipped_first_step_of_a_layer_leaves_no_momentum(
+    device_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder trains first, then the head, which has no momentum at the skipped step."""
+
+    class Switching(FaultyNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            trains_head = int(batch[0]) >= 3
+            self.head.requires_grad_(trains_head)
+            self.encoder.requires_grad_(not trains_head)
+            self.norm.requires_grad_(not trains_head)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(torch, "empty_like", lambda like: torch.full_like(like, 1e3))
+    settings = (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "fused": True})
+    guarded = fit(Switching({3: "nan"}, *settings), lo.NonFiniteGuard())
+    assert_same_weights(guarded, fit(Switching({}, *settings, leave_out=[3])))
+
+
 class Recorder(FaultyNet):
     """Records the loss of each batch."""
 
