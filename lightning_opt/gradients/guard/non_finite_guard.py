@@ -228,16 +228,14 @@ class NonFiniteGuard(GradientCallback):
             reduce_on=trainer.strategy.root_device,
             groups=groups,
         )
-        deferred = not on_host and self._controls[index].skips_on_device()
-        if not deferred:
-            detection = detection.on_host(float(detection.code))
         position = (trainer.global_step, trainer.current_epoch, index)
         record = StepRecord(*position, losses, step.gradients.parameters, step.norms)
-        if deferred:
+        if not on_host and self._controls[index].skips_on_device():
             assert isinstance(detection.code, Tensor)
             self._delayed.push(detection.code[None], (detection, record))
             self._count_delayed(self._delayed.due())
         else:
+            detection = detection.on_host(float(detection.code))
             self._count_step(detection, record)
         self.barriers[index] = detection.barrier
         if self._buffers is not None and detection.fault is not False:

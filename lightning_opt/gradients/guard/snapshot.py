@@ -70,9 +70,15 @@ class BufferBackup:
         if not self._places and not self._has_lazy:
             return
         live = self._live()
-        if self._has_lazy or list(map(_form, live)) != self._forms:
+        is_changed = list(map(_form, live)) != self._forms
+        if self._has_lazy or (is_changed and not restore):
             self._save()  # the model's buffers have changed
-        elif isinstance(restore, Tensor):
+            return
+        for place, saved in enumerate(self._saved if is_changed else []):
+            if _form(live[place]) != _form(saved):
+                live[place] = saved.clone()
+                setattr(*self._places[place], live[place])
+        if isinstance(restore, Tensor):
             restore = restore.bool()
             for places, whole in self._kinds:
                 torch.where(restore.to(whole.device), whole, _join(live, places), out=whole)
@@ -84,7 +90,8 @@ class BufferBackup:
 
     def _live(self) -> list[Tensor]:
         found = [getattr(module, name, None) for module, name in self._places]
-        return [local_part(buffer.detach()) for buffer in found if buffer is not None]
+        # A buffer that has become None counts as one of another shape.
+        return [local_part((torch.empty(0) if b is None else b).detach()) for b in found]
 
 
 def _join(tensors: list[Tensor], places: list[int]) -> Tensor:

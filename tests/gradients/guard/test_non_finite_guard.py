@@ -178,6 +178,26 @@ def test_buffers_replaced_at_each_step_are_restored() -> None:
     assert_same_weights(guarded, fit(Averaging({}, leave_out=[3, 4])))
 
 
+@pytest.mark.parametrize("change", [lambda buffer: buffer.repeat(2), lambda buffer: None])
+def test_buffer_of_another_shape_after_a_fault_is_restored(change: Any, device_path: bool) -> None:
+    class Growing(FaultyNet):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.register_buffer("seen", torch.zeros(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            grows = int(batch[0]) in (3, 5)
+            self.seen = change(self.seen + loss.detach()) if grows else self.seen
+            return loss
+
+    settings = OPTIMIZERS["adamw"]
+    guarded = fit(Growing({3: "nan"}, *settings), lo.NonFiniteGuard())
+    clean = fit(Growing({}, *settings, leave_out=[3]))
+    assert_same_weights(guarded, clean)
+    assert (guarded.seen is None) == (clean.seen is None)
+
+
 def test_faults_in_a_row_are_counted_per_optimizer() -> None:
     class Faulty(AdversarialNet):
         def generator_loss(self, batch: Any) -> Tensor:
