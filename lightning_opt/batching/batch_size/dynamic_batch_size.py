@@ -255,16 +255,13 @@ class _ScaledRates:
     def __init__(self, optimizers: Iterable[Optimizer], scale: float) -> None:
         self._scale = scale
         self._unscaled: list[tuple[dict[str, Any], Any]] = []
-        self._handles = [
-            handle
-            for optimizer in optimizers
-            for handle in (
-                optimizer.register_step_pre_hook(self._multiply),
-                optimizer.register_step_post_hook(self._restore),
-            )
-        ]
+        self._handles: list[Any] = []
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._multiply))
+            self._handles.append(optimizer.register_step_post_hook(self._restore))
 
     def _multiply(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore()  # the post hook does not run if a step raises
         for group in optimizer.param_groups:
             self._unscaled.append((group, group["lr"]))
             group["lr"] = group["lr"] * self._scale

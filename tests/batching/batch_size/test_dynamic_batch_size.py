@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,29 @@ def test_learning_rates_follow_the_size(rule, factor):
     assert steps == pytest.approx([0.01 * factor] * 3, rel=1e-3)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.01
     assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+
+
+def test_learning_rate_is_scaled_once_after_a_step_that_raises():
+    rates: list[float] = []
+
+    class Raising(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            rates.append(self.param_groups[0]["lr"])
+            raise OSError
+
+    class Catching(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            with suppress(OSError):
+                self.optimizers().step()
+
+        def configure_optimizers(self) -> Any:
+            return Raising(self.parameters(), lr=0.01)
+
+    callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=20, scale_lr="linear")
+    fit(Catching(), callback, loader_of())
+    assert rates[-3:] == pytest.approx([0.04] * 3)
 
 
 @pytest.mark.parametrize("limit", [{"max_steps": 20, "max_epochs": -1}, {"max_epochs": 4}])
