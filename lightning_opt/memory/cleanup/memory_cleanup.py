@@ -239,7 +239,7 @@ class MemoryCleanup(RunCallback):
         for usage in high:
             now = after.get(usage.source, usage)
             # Resident memory does not fall while the heap keeps freed blocks.
-            in_heap = 0 if usage.source.startswith("cuda") else allocated
+            in_heap = 0 if "cuda" in usage.source else allocated
             gained = max(0, usage.used - now.used, in_heap)
             if usage is worst:
                 freed = gained / MB

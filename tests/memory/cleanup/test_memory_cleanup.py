@@ -133,6 +133,16 @@ def test_garbage_is_freed_and_reported(limit):
 
 
 @needs_heap
+@pytest.mark.parametrize("source", ["cuda:0", "this process's share of cuda:0"])
+def test_host_memory_is_not_counted_as_freed_on_a_device(limit, monkeypatch, source):
+    monkeypatch.setattr(MemoryLimits, "read", lambda self: [Usage(source, 90 * MB, 100 * MB)])
+    cleanup = lo.MemoryCleanup(every_n_steps=4)
+    train(Ballast(garbage=10), cleanup, batches=4, limit_val_batches=0)
+    (event,) = cleanup.events
+    assert (event["useful"], event["freed_mb"]) == (False, 0.0)
+
+
+@needs_heap
 def test_garbage_of_validation_is_freed(limit):
     class Validation(Ballast):
         def on_train_batch_start(self, *_): ...
