@@ -36,7 +36,8 @@ class GarbageCollection(RunCallback):
     ===================== ======================================================================
 
     Args:
-        every_n_steps: Number of training and validation batches between collections, at least 1.
+        every_n_steps: Number of batches between collections, at least 1. A validation continues the
+            count of training batches, and training resumes its own count afterwards.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` for a second instance.
@@ -76,24 +77,25 @@ class GarbageCollection(RunCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Collect if a collection is due."""
-        if not self._running:  # the sanity check, or `trainer.validate`
-            return
+        """Count the batch, and collect if a collection is due."""
         self._batches += 1
-        if not self._schedule.is_due(self._batches):
-            return
-        start = perf_counter()
-        collected = gc.collect()
-        pause = perf_counter() - start
+        self._collect_if_due(trainer, self._batches)
         if self._batches == self._schedule.every_n_steps:
             self._freeze()
-        log_scalars(trainer, {"gc/pause_ms": 1e3 * pause, "gc/collected": float(collected)})
 
-    on_validation_batch_end = on_train_batch_end
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Collect if due, without counting: ranks may validate unequal numbers of batches."""
+        if self._running:  # not in the sanity check, nor in `trainer.validate`
+            self._collect_if_due(trainer, self._batches + batch_idx + 1)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Unfreeze, and restore automatic collection."""
-        self.release(trainer)
+    def _collect_if_due(self, trainer: pl.Trainer, batches: int) -> None:
+        if self._schedule.is_due(batches):
+            start = perf_counter()
+            collected = gc.collect()
+            pause = perf_counter() - start
+            log_scalars(trainer, {"gc/pause_ms": 1e3 * pause, "gc/collected": float(collected)})
 
     def release(self, trainer: pl.Trainer) -> None:
         """Unfreeze, and restore automatic collection."""

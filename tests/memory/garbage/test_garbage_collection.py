@@ -117,7 +117,8 @@ def test_validation_batches_count_but_not_in_the_sanity_check():
     quiet_trainer(
         callbacks=[garbage, Note()], logger=logger, num_sanity_val_steps=2, val_check_interval=6
     ).fit(SmallNet())  # 6 + 2 batches, twice
-    assert at == [(True, 0), (True, 0), (False, 1), (False, 1), (False, 2), (False, 2)]
+    # Validation batches 7, 8, 13 and 14. Training batch 7 follows the first two.
+    assert at == [(True, 0), (True, 0), (False, 1), (False, 1), (False, 2), (False, 3)]
 
 
 def collect_on_two_ranks() -> list[tuple[int, int]]:
@@ -127,7 +128,8 @@ def collect_on_two_ranks() -> list[tuple[int, int]]:
         callbacks=[lo.GarbageCollection(every_n_steps=5), spy],
         strategy="ddp",
         devices=2,
-        limit_val_batches=0,
+        limit_val_batches=1 + int(os.environ["RANK"]),
+        val_check_interval=6,
     )
     trainer.fit(SmallNet())
     return spy.collections
