@@ -42,6 +42,9 @@ ROUNDING = 1e-6
 ONLY_FLOAT_IS_DROPOUT = ("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions with exactly one positional float argument, the dropout rate."""
 
+LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+"""Positional parameters of ``LightningModule.log`` that follow name and value."""
+
 MAX_NAMES = 5
 """Maximum number of names in a warning."""
 
@@ -246,6 +249,7 @@ class Comparison:
         logged: dict[str, float] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs.update(zip(LOG_PARAMETERS, args, strict=False))
             value = value._forward_cache if isinstance(value, Metric) else value
             is_mean = kwargs.get("reduce_fx", "mean") == "mean" and "batch_size" not in kwargs
             if is_mean and value is not None and torch.as_tensor(value).ndim == 0:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_opt.batching.comparison import LOG_PARAMETERS
 from lightning_opt.core.modules.patching import replaced
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-"""Positional parameters of ``LightningModule.log`` that follow name and value."""
 
 Weights = Sequence[Any]
 """One float or tensor per micro-batch."""
@@ -44,7 +42,7 @@ class LogRecorder:
         counts: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            kwargs.update(zip(_LOG_PARAMETERS, args, strict=False))
+            kwargs.update(zip(LOG_PARAMETERS, args, strict=False))
             counts[name] = counts.get(name, -1) + 1
             if isinstance(value, Metric):
                 value = (value, value._forward_cache)

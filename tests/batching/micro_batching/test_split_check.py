@@ -116,6 +116,17 @@ def test_each_loss_is_exact_if_named(kind, settings):
     assert_same_run(lambda: Lengths(kind), lo.MicroBatching(3, **settings), keys, **close)
 
 
+def test_maximum_with_positional_arguments_is_not_taken_for_a_mean():
+    class Top(Lengths):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("top", batch[0].max(), False, False, True, False, "max")
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "MicroBatching: a split batch logs the mean")
+        quiet_trainer(callbacks=[lo.MicroBatching(4)]).fit(Top("samples"))
+
+
 class Labels(LinearNet):
     """A mean over labels, of which only the first samples of each batch have any."""
 
