@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt import Report
 from lightning_opt.core.measure.timing import time_in_turns, wait_for
-from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 

@@ -13,6 +13,7 @@ import json
 import logging
 import platform
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -98,6 +99,11 @@ def recorded_waits(device: str, waits: list[str]) -> Iterator[None]:
             # Torch also warns that this mode is a prototype.
             texts = [str(one.message) for one in caught]
             waits += [text for text in texts if text.startswith("called a synchronizing")]
+
+
+def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the median over rounds of ``seconds / reference``."""
+    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
 
 
 def free_port() -> int:

@@ -14,9 +14,9 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.harness import median_ratio
 from benchmarks.models import Regression, quiet_trainer
 from lightning_opt.core.measure.timing import StepClock, rotated
-from lightning_opt.core.numerics.ratios import median_ratio
 
 UNTIMED_STEPS = 5
 

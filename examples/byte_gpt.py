@@ -141,7 +141,7 @@ class SourceData(L.LightningDataModule):
         self.steps, self.damaged, self.seed = steps, damaged, seed
 
     def setup(self, stage: str) -> None:
-        sources = read_sources()
+        sources = list(read_sources())  # a copy, since the list is cached
         held_out = sources[::10]
         del sources[::10]
         self.training = SourceBatches(sources, self.steps, damaged=self.damaged, seed=self.seed)

@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.measure.memory import MB
-from lightning_opt.core.numerics.ratios import median_ratio
 
 SAMPLES = 16384
 RUNS = 5

@@ -16,10 +16,9 @@ import lightning as L
 import torch
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps, forty_tensor_mlp, ten_million_transformer
 from lightning_opt.core.measure.timing import time_in_turns
-from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 

@@ -32,11 +32,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.kernels.kernels_models import MODELS, Batches, Learner, Parts
 from lightning_opt.core.measure.memory import PeakMeter, libc_function, malloc_trim, resident_memory
 from lightning_opt.core.measure.timing import take_turns
-from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 GPU = True

@@ -42,11 +42,10 @@ from torch.utils.flop_counter import (
 )
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.memory.checkpointing_models import MODELS
 from lightning_opt.core.measure.timing import time_in_turns, wait_for
 from lightning_opt.core.modules.blocks import find_blocks
-from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.memory.checkpointing.batch_plan import plan_step
 from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,

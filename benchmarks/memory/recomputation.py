@@ -23,12 +23,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.memory.checkpointing import Step
 from benchmarks.memory.checkpointing_models import Chained, convnet, mlp
 from lightning_opt.core.measure.timing import time_in_turns
 from lightning_opt.core.modules.blocks import find_blocks
-from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.memory.checkpointing.batch_plan import plan_step
 from lightning_opt.memory.checkpointing.policies import Plan, make_plan, recompute
 from lightning_opt.memory.checkpointing.selective import OperatorKey

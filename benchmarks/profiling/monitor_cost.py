@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.models import Regression
 from benchmarks.trainer_steps import time_steps
-from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.profiling.monitor.sampling import Sampler, find_gpu
 
 GPU = True

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish, recorded_waits
+from benchmarks.harness import median_ratio, parse_arguments, publish, recorded_waits
 from lightning_opt.core.measure.timing import time_in_turns
-from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.strategies import quantization
 from lightning_opt.strategies.compressors import QuantizedCodec
 from lightning_opt.strategies.quantization import Quantizer

@@ -37,9 +37,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.models import quiet_trainer
-from lightning_opt.core.numerics.ratios import median_ratio
 
 MODULE = "benchmarks.strategies.compression"
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import median_ratio, parse_arguments, publish
 from benchmarks.models import quiet_trainer
 from benchmarks.strategies.compression import (
     NETWORKS,
@@ -34,7 +34,6 @@ from benchmarks.strategies.compression import (
     time_in_rounds,
     why_not,
 )
-from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.strategies.strategy_strings import STRATEGIES
 
 MODULE = "benchmarks.strategies.diloco"

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 BASES = {"--model": LightningModule, "--data": LightningDataModule}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
-EXAMPLE = "path/to/file.py:Class."
 
 IMPORT_HINTS = {
     ": SystemExit": "Call what parses arguments or exits under if __name__ == '__main__'.",
@@ -147,7 +146,7 @@ class Targets:
         """Return the option and its value as an import path."""
         if value.endswith(".py"):
             names = ", ".join(f"{value}:{name}" for name in class_names(find_module(value)))
-            advice = names or f"it has none, so give the file that defines it: {EXAMPLE}"
+            advice = names or "none. Give the file that defines it: path/to/file.py:Class."
             raise UsageError(f"{option} {value} names a file; name a class in it: {advice}")
         if ":" not in value or value.startswith("{"):
             return [option, value]  # in LightningCLI's own notation: an import path, a name or JSON
@@ -194,7 +193,7 @@ def find_module(place: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise UsageError(
                 f"There is no module {error.name!r} here. Run the command in the folder that "
-                f"contains it, or give the path to its file: {EXAMPLE}"
+                "contains it, or give the path to its file: path/to/file.py:Class."
             ) from error
         text = f"{place} cannot be imported: {type(error).__name__}: {error}".rstrip(": ")
         hints = [hint for words, hint in IMPORT_HINTS.items() if words in text]

@@ -137,7 +137,7 @@ def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     assert "ZeroDivisionError" in message
     (tmp_path / "user_classless.py").write_text("x = 1\n")
     message = fails(["tune", "user_classless.py"], capsys)[1]
-    assert "it has none, so give the file that defines it: path/to/file.py:Class." in message
+    assert "in it: none. Give the file that defines it: path/to/file.py:Class." in message
     (tmp_path / "user_ends.py").write_text("raise SystemExit(2)  # as argparse does\n")
     code, message = fails(["tune", "user_ends.py:Model"], capsys)
     assert code == 1

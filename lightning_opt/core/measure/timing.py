@@ -101,8 +101,7 @@ def take_turns(
     """Yield the mean seconds of each timer, round by round, in an order that rotates.
 
     A slow minute of a shared machine then affects all timers. Compare them by the ratios within
-    rounds: :func:`~lightning_opt.core.numerics.ratios.median_ratio`, or ``compare_pairs`` for an
-    interval.
+    rounds: :func:`~lightning_opt.core.numerics.ratios.compare_pairs`.
 
     Args:
         timers: Functions that take one turn and return its seconds, by name. A name that is removed

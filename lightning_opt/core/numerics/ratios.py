@@ -77,11 +77,6 @@ def compare_pairs(
     return Ratio(value, low, high, judge(value, low, high, tolerance))
 
 
-def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the median over rounds of ``seconds / reference``."""
-    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
-
-
 def judge(value: float, low: float, high: float, tolerance: float) -> str:
     if low <= 1 <= high or abs(math.log(value)) < math.log1p(tolerance):
         return "no difference"

@@ -107,8 +107,7 @@ def _backend_repeats_random_numbers() -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    compiler = InstructionTranslator.current_tx().output.compiler_fn
-    name = getattr(compiler, "__name__", "")
+    name = str(getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", ""))
     return name in torch.compiler.list_backends() or name.startswith("aot_")
 
 
