@@ -89,8 +89,7 @@ def why_no_compiler(device: str, forks: bool = False) -> str | None:
         return f"there is no C compiler of the name {' or '.join(map(repr, compilers))}"
     if find_spec("triton") is None:
         return "triton is not installed"
-    reason = "triton needs a GPU of compute capability 7.0 or newer"
-    return _why_too_old((7, 0), reason, forks)
+    return _why_too_old((7, 0), "triton needs a GPU of compute capability 7.0 or newer", forks)
 
 
 def _why_too_old(needed: tuple[int, int], reason: str, forks: bool) -> str | None:

@@ -179,11 +179,8 @@ class UpdateControl:
         SGD if its gradients have no momentum yet: torch (2.13) allocates it uninitialised, and a
         skipped step would never set it. Torch raises if only some gradients of a group have one.
         """
-        groups, state, kind = (
-            self.optimizer.param_groups,
-            self.optimizer.state,
-            type(self.optimizer),
-        )
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        kind = type(self.optimizer)
         if kind not in (Adam, AdamW, SGD, Adagrad) or not all(g.get("fused") for g in groups):
             return False
         return kind is not SGD or all(
