@@ -136,7 +136,8 @@ class CurvatureMonitor(RunCallback):
         context = twice_differentiable_loss(NAME, trainer, module, batch, batch_idx, self.fraction)
         groups = step_groups(trainer)
         with context as loss:
-            if not mean_over_ranks([torch.tensor([loss is not None])], groups)[0]:  # on any rank
+            # Whether any rank has a loss. NCCL takes tensors on the GPU only.
+            if not mean_over_ranks([params[0].new_tensor([loss is not None])], groups)[0]:
                 return {}
             product = _averaged_over_ranks(hessian_product(loss, params), groups)
             trace = estimate_trace(product, params, self.n_samples, generator)

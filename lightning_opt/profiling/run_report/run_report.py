@@ -139,8 +139,8 @@ class RunReport(RunCallback):
         if is_out_of_memory(exception):
             step = logged_step(trainer)
             self.events.append({"step": step, "kind": "out of memory"})
-            asked = re.search(r"ried to allocate [\d.]+ \w+", str(exception))  # CUDA begins with T
-            finding = f"Memory ran out at step {step:,}: {f't{asked[0]}' if asked else message}."
+            asked = re.search(r"[Tt](ried to allocate [\d.]+ \w+)", str(exception))
+            finding = f"Memory ran out at step {step:,}: {f't{asked[1]}' if asked else message}."
             self._failures = [Verdict("memory", "look", finding, OUT_OF_MEMORY, gain=1.0)]
             message = "a lack of memory"
         self._write(trainer, f"Stopped by {message}", final=True)
