@@ -151,9 +151,9 @@ def _skips(method: Callable[..., Any]) -> Callable[..., Any]:
     return skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _everything_frozen() -> None:
-    """Freeze what tests of earlier modules imported, so that no garbage collection visits it."""
+@functools.cache
+def _freeze_imports(fifties: int) -> None:
+    """Freeze what was imported since, so that no garbage collection visits it."""
     gc.collect()
     gc.freeze()
 
@@ -172,6 +172,7 @@ def _default_settings() -> Iterator[None]:
     """Seed torch before each test, and reset global state that tests change."""
     import torch
 
+    _freeze_imports(len(sys.modules) // 50)
     torch.manual_seed(0)
     environment = dict(os.environ)
     if registry := sys.modules.get("lightning_opt.presets.registry"):

@@ -33,7 +33,7 @@ from lightning_opt.core.measure.exhaustion import (
 )
 from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.patching import do_nothing, replaced
-from lightning_opt.core.modules.preserve import isolated_random
+from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import SilentLogger
 from lightning_opt.core.output.loggers import HISTORIES, History
@@ -260,6 +260,7 @@ class Trials:
         probe = TrialCallback(size, length, self._budget, worst_batch)
         with ExitStack() as stack:
             stack.enter_context(isolated_random(device))
+            stack.enter_context(preserved(self._module))  # hooks of the copy may refer to it
             lightning_log = rank_zero.log
             stack.callback(lightning_log.setLevel, lightning_log.level)
             lightning_log.setLevel(logging.WARNING)  # hides messages that each trial repeats
@@ -322,11 +323,10 @@ class Trials:
         loop._data_source = copy.copy(old_loop._data_source)
         if loop._data_source.instance is module:
             loop._data_source.instance = model
-        for owner in (trainer.state, trainer._logger_connector):
-            stack.callback(vars(owner).update, dict(vars(owner)))
         stack.callback(HISTORIES.__setitem__, trainer, HISTORIES.pop(trainer, History()))
         stack.callback(strategy.connect, module)
-        stack.callback(vars(strategy).update, dict(vars(strategy)))
+        for owner in (trainer.state, trainer._logger_connector, strategy):
+            stack.callback(vars(owner).update, dict(vars(owner)))
         strategy.precision_plugin = precision
         stack.enter_context(
             replaced(

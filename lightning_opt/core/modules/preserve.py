@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_opt.core.modules.state_kinds import (
     MAX_ATTRIBUTE_BYTES,
@@ -76,9 +77,10 @@ class StepState:
         self._versions = [parameter._version for parameter in self._parameters]
         self._undo, self._tensors = random_states([self._device]), []
         for buffers in self._buffers:
-            self._undo.append(functools.partial(buffers.update, buffers.copy()))
+            if isinstance(buffers, dict):  # a scripted module cannot replace its buffers
+                self._undo.append(functools.partial(buffers.update, buffers.copy()))
             for name, buffer in buffers.items():
-                if buffer is not None:
+                if buffer is not None and not is_lazy(buffer):
                     self._save_tensor(buffers, name, buffer, math.inf)
         visited: set[int] = set()
         for attributes in self._attributes:
@@ -232,7 +234,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for parameter, gradient, requires_grad in parameters:
-            parameter.requires_grad_(requires_grad)
+            parameter.requires_grad = requires_grad  # unlike the method, for lazy ones too
             parameter.grad = gradient
         state.restore(parameters=False)  # last, because it may raise
 

@@ -298,6 +298,30 @@ def test_error_of_a_trial_names_the_copy():
         assert "trains a copy of the model" in "".join(error.value.__notes__)
 
 
+class Counting(Wide):
+    """Its hooks close over the model: a trial's copy calls the hooks of the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.scale = nn.Buffer(torch.zeros(WIDTH)), nn.Parameter(torch.ones(()))
+
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean.add_(output.detach().mean(0))
+            return output * self.scale
+
+        self.first.register_forward_hook(hook)
+
+
+def test_trials_write_nothing_into_the_model_through_its_hooks():
+    model = Counting()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    lo.find_batch_size(quiet_trainer(), model, loader_of(400), max_size=16)
+    assert model.calls == 0
+    assert model.scale.grad is None
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+
+
 def scripted() -> nn.Module:
     module = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
     next(module.parameters()).requires_grad_(False)
