@@ -37,7 +37,9 @@ def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
         for index in indices:
             first = None
             for draw in range(DRAWS):
-                _seed(draw)
+                random.seed(draw)
+                torch.default_generator.manual_seed(draw)  # `torch.manual_seed` seeds GPUs too
+                np.random.seed(draw)  # noqa: NPY002 - the generator that datasets draw from
                 before = random_states()
                 item = dataset[index]
                 for name, state in random_states().items():
@@ -107,12 +109,6 @@ def wrapped(dataset: Any) -> list[Any]:
 def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     attributes.clear()
     attributes.update(before)
-
-
-def _seed(draw: int) -> None:
-    random.seed(draw)
-    torch.default_generator.manual_seed(draw)  # not `torch.manual_seed`, which seeds GPUs too
-    np.random.seed(draw)  # noqa: NPY002 - the generator that datasets draw from
 
 
 def random_states() -> dict[str, Any]:

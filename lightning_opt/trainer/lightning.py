@@ -91,6 +91,7 @@ Callback = _both(pl.Callback)
 LightningDataModule = _both(pl.LightningDataModule)
 LightningModule = _both(pl.LightningModule)
 
+BatchSizeFinder = _both(pl.callbacks.BatchSizeFinder)
 Checkpoint = _both(pl.callbacks.Checkpoint)
 EarlyStopping = _both(pl.callbacks.EarlyStopping)
 GradientAccumulationScheduler = _both(pl.callbacks.GradientAccumulationScheduler)

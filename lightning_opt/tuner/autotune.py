@@ -231,8 +231,9 @@ class Tuning:
         self._print(f"trying {' + '.join(switches)} ({seconds_left:.0f} s left)")
         trial = self._trials.measure(switches)
         trial.cost = round(time.monotonic() - started, 2)
-        parts = [trial.verdict, _ratios(trial)]
-        self._print(f"{trial.name}: {', '.join(filter(None, parts))}")
+        shares = {"time": trial.ratio, "memory": trial.peak_ratio}
+        parts = [f"{name} x {share:.3f}" for name, share in shares.items() if share]
+        self._print(f"{trial.name}: {', '.join(filter(None, [trial.verdict, *parts]))}")
         return trial
 
     def _remeasure(self, search: Search) -> Switches:
@@ -281,8 +282,3 @@ def start_timeout(budget: float, baseline_startup: float, given: float | None) -
     if not baseline_startup:
         return given or max(START_TIMEOUT, budget)
     return given or max(4 * baseline_startup, min(START_TIMEOUT, max(30.0, budget / 4)))
-
-
-def _ratios(trial: Trial) -> str:
-    shares = {"time": trial.ratio, "memory": trial.peak_ratio}
-    return ", ".join(f"{name} x {share:.3f}" for name, share in shares.items() if share)

@@ -24,7 +24,11 @@ from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.trainer.lightning import DeepSpeedStrategy, GradientAccumulationScheduler
+from lightning_opt.trainer.lightning import (
+    BatchSizeFinder,
+    DeepSpeedStrategy,
+    GradientAccumulationScheduler,
+)
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -301,6 +305,10 @@ def _check(
         raise ValueError(
             "Accumulation and DynamicBatchSize both set the samples per step. Remove "
             "Accumulation's schedule or effective_batch; scale_lr allows a schedule."
+        )
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        raise ValueError(
+            "BatchSizeFinder and DynamicBatchSize both set the batch size. Remove one of them."
         )
     if scale_lr is not None:
         return

@@ -131,8 +131,7 @@ class CurvatureMonitor(RunCallback):
     ) -> dict[str, float]:
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # All ranks draw the same vectors, because they multiply the same averaged Hessian.
-        generator = torch.Generator(module.device)
-        generator.manual_seed(trainer.global_step)
+        generator = torch.Generator(module.device).manual_seed(trainer.global_step)
         context = twice_differentiable_loss(NAME, trainer, module, batch, batch_idx, self.fraction)
         groups = step_groups(trainer)
         with context as loss:

@@ -266,8 +266,7 @@ class CurvaturePreconditioner(GradientCallback):
     def report(self) -> Report:
         """Return the number of steps and estimates, and the latest logged values."""
         estimates = -(-self._steps // self.every_n_steps)
-        row = {"steps": self._steps, "estimates": estimates, **self._latest}
-        return Report(NAME, [row])
+        return Report(NAME, [{"steps": self._steps, "estimates": estimates, **self._latest}])
 
     def release(self, trainer: pl.Trainer) -> None:
         """Drop references to model and batch."""
