@@ -137,7 +137,7 @@ class DynamicBatchSize(RunCallback):
         self.release(trainer)
         _check(trainer, pl_module, self.scale_lr, self.keep_effective)
         self._trainer, self._accumulation = trainer, int(trainer.accumulate_grad_batches)
-        if self.size is None and not _is_resuming(trainer):
+        if self.size is None and not (trainer.fit_loop.skip or _is_resuming(trainer)):
             self._search(trainer, pl_module)
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
         self._settings = {name: getattr(trainer, name) for name in names}

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_opt.core.measure import flops
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import is_dtensor
@@ -96,7 +98,11 @@ def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
     """Run ``training_step`` in the run's precision and return its loss.
 
     Under DDP the wrapper is bypassed, because its reducer would wait for gradients.
+
+    Raises:
+        ValueError: If a lazy layer has not run yet: the trial would create its weights.
     """
+    raise_if_lazy("A trial of training_step", module)
     bypass_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
     step = module.training_step if bypass_ddp else trainer.strategy.training_step
     args = (batch, batch_idx)[: _argument_count(module.training_step)]
@@ -285,7 +291,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor on this rank; none for a sparse tensor.
+    """Yield the storages of a tensor on this rank; none for a sparse or lazy tensor.
 
     For wrappers such as DTensors, these are the storages of the inner tensors.
     """
@@ -293,7 +299,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         for part in filter(torch.is_tensor, parts):  # a DTensor also lists its mesh
             yield from storages_of(part)
-    elif tensor.layout is torch.strided:
+    elif tensor.layout is torch.strided and not is_lazy(tensor):
         yield tensor.untyped_storage()
 
 

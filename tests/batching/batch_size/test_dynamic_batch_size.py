@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -83,6 +83,10 @@ def all_of(epoch: list[list[int]]) -> list[int]:
 class FromHooks(Net):
     def train_dataloader(self) -> Any:
         return loader_of()
+
+
+class Sized(FromHooks):
+    batch_size = 5
 
 
 class Data(LightningDataModule):
@@ -359,6 +363,13 @@ class Frozen(list[Any]):
     batch_size = 5
 
 
+@pytest.mark.parametrize("limit", ["max_steps", "max_epochs", "limit_train_batches"])
+def test_run_without_steps_searches_nothing(limit):
+    callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=8)
+    assert fit(Net(), callback, loader_of(), **{limit: 0}).global_step == 0
+    assert callback.found is None
+
+
 def test_incompatible_settings_raise():
     batches = [[torch.arange(2), torch.randn(2, 4)]]
     free, keeps = {"budget_mb": PLENTY, "scale_lr": "sqrt"}, {"keep_effective": 10}
@@ -380,5 +391,8 @@ def test_incompatible_settings_raise():
             both = [lo.Accumulation(**window), lo.DynamicBatchSize(**rule)][::order]
             with pytest.raises(ValueError, match="both set the samples"):
                 quiet_trainer(callbacks=both).fit(Net(), loader_of())
+    both = [lo.DynamicBatchSize(**free), BatchSizeFinder()]
+    with pytest.raises(ValueError, match="BatchSizeFinder"):
+        quiet_trainer(callbacks=both).fit(Sized())
     both = [lo.Accumulation(2), lo.DynamicBatchSize(**free)]
     quiet_trainer(callbacks=both).fit(Net(), loader_of())

@@ -312,6 +312,16 @@ def test_failing_trial_step_leaves_its_time_unknown(monkeypatch):
     assert "unknown" in tuner.report().notes[0]
 
 
+def test_lazy_layers_are_initialized_by_the_training():
+    models = [SmallNet(), SmallNet()]
+    for model, tuners in zip(models, ([], [lo.DataPipelineTuner(max_workers=1)]), strict=True):
+        model.layer = torch.nn.LazyLinear(1)
+        torch.manual_seed(0)
+        quiet_trainer(callbacks=tuners).fit(model)
+    assert "unknown" in tuners[0].report().notes[0]
+    assert_same_weights(*models)
+
+
 def test_workers_persist_only_if_the_dataset_has_no_set_epoch():
     class WithEpoch(Rows):
         def set_epoch(self, epoch):
