@@ -489,6 +489,19 @@ def test_every_optimizer_is_unchanged(name):
         assert found == optimizers_without_callback()
 
 
+@each_callback
+@pytest.mark.filterwarnings("ignore")
+def test_model_with_lazy_and_scripted_layers_trains_or_is_refused(name):
+    model = SmallNet()
+    model.layer = torch.nn.Sequential(
+        torch.jit.script(torch.nn.BatchNorm1d(6)), torch.nn.LazyBatchNorm1d(), model.layer
+    )
+    try:
+        fit(build(name, {}), model=model)
+    except ValueError as error:
+        assert "lazy layer" in str(error)
+
+
 # --- cost ---------------------------------------------------------------------------------------
 
 

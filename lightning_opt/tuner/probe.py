@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
@@ -101,7 +102,7 @@ class TrialWatch(BaseCallback):
         self._initial = {
             name: _sample(parameter)
             for name, parameter in _named_parameters(pl_module)
-            if parameter.requires_grad and parameter.numel()
+            if parameter.requires_grad and not is_lazy(parameter) and parameter.numel()
         }
         self._facts = facts_of(trainer, pl_module)
 

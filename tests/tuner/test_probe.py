@@ -1,5 +1,6 @@
 """Planted faults and harmless changes in real trainings with a TrialWatch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from benchmarks.tuner import numerics
 from benchmarks.tuner.numerics import FAULTS, NETS, Planted, observe, usual, why_not
 from lightning_opt.tuner import probe
 from lightning_opt.tuner.numerics import compare_gradients
+from tests.helpers.models import SmallNet
+from tests.helpers.trainers import quiet_trainer
 
 TASK = ("ConvNet", "AdamW", False)
 TASKS = [TASK, ("transformer", "AdamW", True)]
@@ -55,6 +58,14 @@ def test_elements_are_taken_from_the_whole_parameter(monkeypatch: pytest.MonkeyP
 def test_only_rank_0_writes_its_observations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "is_global_zero", False)
     assert observe(TASK, 0).gradients == []
+
+
+def test_lazy_layers_can_be_tried(tmp_path: Path) -> None:
+    net = SmallNet()
+    net.layer = nn.LazyLinear(1)  # type: ignore[assignment]
+    watch = probe.TrialWatch(str(tmp_path / "watch.pt"))
+    quiet_trainer(callbacks=[watch]).fit(net)
+    assert len(probe.Observations.read(tmp_path / "watch.pt").gradients) == 4
 
 
 class Workers(Callback):

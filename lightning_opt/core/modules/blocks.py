@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_opt.core.modules.patching import takes_hooks
 
@@ -46,9 +47,13 @@ def signature(module: nn.Module) -> Signature:
     """Return a value that is equal for modules of the same classes, structure and shapes."""
     return (
         type(module),
-        tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)),
+        tuple((name, _shape(p)) for name, p in module.named_parameters(recurse=False)),
         tuple((name, signature(child)) for name, child in module.named_children()),
     )
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return () if is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _collect(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Block]:
@@ -168,4 +173,4 @@ def _can_be_block(module: nn.Module) -> bool:
     if any(True for _ in module.children()):
         return True
     # A linear, a convolution or a norm has at most one matrix; an LSTM has more.
-    return sum(parameter.dim() > 1 for parameter in module.parameters()) > 1
+    return sum(len(_shape(parameter)) > 1 for parameter in module.parameters()) > 1
