@@ -499,7 +499,8 @@ def test_model_with_lazy_and_scripted_layers_trains_or_is_refused(name):
     try:
         fit(build(name, {}), model=model)
     except ValueError as error:
-        assert "lazy layer" in str(error)
+        if "lazy layer" not in str(error):
+            raise
 
 
 # --- cost ---------------------------------------------------------------------------------------
