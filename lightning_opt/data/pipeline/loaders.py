@@ -149,18 +149,6 @@ def endless_indices(loader: DataLoader[Any]) -> Iterator[Any]:
             raise ValueError("its sampler yields nothing")
 
 
-def measuring_copy(
-    loader: DataLoader[Any], settings: LoaderSettings, indices: Iterator[Any]
-) -> DataLoader[Any]:
-    """Return a copy of ``loader`` with ``settings`` that fetches the batches of ``indices``."""
-    measured = copy.copy(loader)
-    kind = "batch_sampler" if loader._auto_collation else "sampler"
-    generator = torch.Generator().manual_seed(0)
-    attributes = attributes_for(loader, replace(settings, persistent=False))
-    vars(measured).update({kind: indices, "_iterator": None, "generator": generator, **attributes})
-    return measured
-
-
 # --- times ----------------------------------------------------------------------------------------
 
 
@@ -244,7 +232,11 @@ def time_loader(
         RuntimeError: If a batch takes longer than ``limit``, or if a worker raises. A worker that
             is forked from a process with threads can hang, so waiting needs a limit.
     """
-    measured = measuring_copy(loader, settings, indices)
+    measured = copy.copy(loader)
+    sampler = "batch_sampler" if loader._auto_collation else "sampler"
+    attributes = attributes_for(loader, replace(settings, persistent=False))
+    vars(measured).update({**attributes, sampler: indices, "_iterator": None})
+    measured.generator = torch.Generator().manual_seed(0)
     measured.timeout = min(loader.timeout or limit, limit)
     waited, batches, min_batches = 0.0, 0, max(MIN_TIMED_BATCHES, 2 * settings.workers)
     iterator = DataLoader.__iter__(measured)

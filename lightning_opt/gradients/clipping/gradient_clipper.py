@@ -73,9 +73,7 @@ class ClipTally:
         self._uncounted: list[tuple[Scalar, Scalar]] = []
 
     def apply(self, rule: ClippingRule, step: GradientStep) -> None:
-        """Clip one step's gradients in place and count the step, unless it has no gradients."""
-        if not step.gradients.tensors:
-            return
+        """Clip one step's gradients in place, and count the step. There must be gradients."""
         norm, clip = step.norms.total, rule.clip(step, self.state)
         if step.gradients.on_host:
             clip = Clip(*map(to_plain, (clip.clipped, clip.threshold, clip.coefficient)))
@@ -177,9 +175,11 @@ class GradientClipper:
             floats on a CPU, 0-dimensional tensors on a device.
         """
         gradients = collect_gradients(self._parameters, self._flat)
+        if not gradients.tensors:
+            return {"norm": 0.0}
         step = GradientStep(gradients, measure_norms(gradients), 1.0, self._names)
         self._tally.apply(self.rule, step)
-        return dict(self._tally.last) if gradients.tensors else {"norm": 0.0}
+        return dict(self._tally.last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's state and the counts as plain types. Waits for the device."""

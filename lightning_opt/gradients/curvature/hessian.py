@@ -113,7 +113,6 @@ def hessian_diagonal(
         >>> lo.hessian_diagonal((x**3).sum(), [x]).value
         (tensor([ 6., 12.]),)
     """
-    check_at_least("n_samples", n_samples, 1)
     product = hessian_product(loss, params)
     return _average(lambda: sample_diagonal(product, params, generator), n_samples)
 
@@ -137,7 +136,6 @@ def hessian_trace(
     Raises:
         ValueError: For ``n_samples`` below 1.
     """
-    check_at_least("n_samples", n_samples, 1)
     return estimate_trace(hessian_product(loss, params), params, n_samples, generator)
 
 
@@ -332,6 +330,7 @@ def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
 
 def _average(draw: Callable[[], list[Tensor]], n_samples: int) -> Estimate[tuple[Tensor, ...]]:
     """Return mean and standard error of several draws (Welford 1962)."""
+    check_at_least("n_samples", n_samples, 1)
     means = draw()
     squares = [torch.zeros_like(mean) for mean in means]
     for count in range(2, n_samples + 1):

@@ -165,9 +165,7 @@ class GradientHealth(GradientCallback):
         if self._schedule.is_due(record.steps):
             record.measure(step)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Complete the reports that were started in this batch."""
         self._activations.end_batch()
         due = [index for index, record in self._records.items() if record.pending is not None]

@@ -56,9 +56,13 @@ class ParameterStats:
     update: float | None = None
     weight: float | None = None
 
-    @classmethod
-    def of(cls, name: str, parameter: Tensor) -> ParameterStats:
-        return cls(name, as_real(parameter.detach()).numel(), parameter.ndim >= 2)
+    def set_status(self, parameter: Tensor, *, is_measured: bool) -> None:
+        # Recorded norms are 0 for a gradient of zeros and for a shard without a gradient. Only a
+        # measured report distinguishes them.
+        if self.first or (self.count and (self.mean or is_measured)):
+            self.status = TRAINED
+        else:
+            self.status = NO_GRADIENT if parameter.requires_grad else FROZEN
 
     @property
     def square(self) -> float:
@@ -151,7 +155,10 @@ def stats_of_norms(
         first: The number of the window's first step.
     """
     places = {name: place for place, name in enumerate(parameters)}
-    stats = {name: ParameterStats.of(name, own) for name, own in parameters.items()}
+    stats = {
+        name: ParameterStats(name, as_real(own.detach()).numel(), own.ndim >= 2)
+        for name, own in parameters.items()
+    }
     if not blocks:
         return stats, []
     totals = np.concatenate([rows[:, 0] for _, rows in blocks])

@@ -19,11 +19,7 @@ from lightning_opt.gradients.health.diagnosis import (
     diagnose,
 )
 from lightning_opt.gradients.health.layer_stats import (
-    FROZEN,
-    NO_GRADIENT,
-    TRAINED,
     LayerStats,
-    ParameterStats,
     add_gradients,
     add_updates,
     group_layers,
@@ -126,7 +122,7 @@ class OptimizerHealth:
             add_gradients(stats, pending[0], read[0])
             add_updates(stats, pending[0], read[1])
         for name, parameter in parameters.items():
-            stats[name].status = _status(stats[name], parameter, measured=pending is not None)
+            stats[name].set_status(parameter, is_measured=pending is not None)
         self.layers = group_layers(stats.values())
         return list(enumerate(norms, self._first))
 
@@ -204,11 +200,3 @@ class OptimizerHealth:
         self._window.restore(state["window"])
         self._persistence.load_state_dict(state["persistence"])
         self.issues = self._persistence.issues()
-
-
-def _status(stats: ParameterStats, parameter: Tensor, measured: bool) -> str:
-    # Recorded norms are 0 for a gradient of zeros and for a shard without a gradient. Only a
-    # measured report distinguishes them.
-    if stats.first or (stats.count and (stats.mean or measured)):
-        return TRAINED
-    return NO_GRADIENT if parameter.requires_grad else FROZEN

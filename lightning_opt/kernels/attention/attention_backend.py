@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -195,17 +196,13 @@ class CallRecorder(ExitStack):
             self._rows[kind]["calls"] += 1
             return
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-        backend = _backend_of(arguments, scale, enable_gqa)
-        preferred = [*takewhile(lambda name: name != backend, BACKENDS.values())]
-        reasons = [
-            f"{name}: {_reason_not_used(name, arguments, scale, enable_gqa)}" for name in preferred
-        ]
-        self._rows[kind] = {
-            "backend": backend,
-            "calls": 1,
-            **call,
-            "better ones": "; ".join(reasons),
-        }
+        choose = partial(torch._fused_sdp_choice, *arguments, scale=scale, enable_gqa=enable_gqa)
+        backend = _backend_of(choose)
+        reasons = "; ".join(
+            f"{name}: {_reason_not_used(name, call['device'], choose)}"
+            for name in takewhile(lambda name: name != backend, BACKENDS.values())
+        )
+        self._rows[kind] = {"backend": backend, "calls": 1, **call, "better ones": reasons}
 
 
 def _dtype_and_shape(tensor: Tensor) -> tuple[str, str]:
@@ -228,26 +225,24 @@ def _as_autocast(tensor: Tensor | None) -> Tensor | None:
     return torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
 
 
-def _backend_of(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> str:
+def _backend_of(choose: Callable[[], int]) -> str:
     try:
-        choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=grouped)
+        choice = choose()
     except (RuntimeError, NotImplementedError, TypeError):  # raised for unusual tensors
         return "unknown"
     return BACKENDS.get(int(choice), f"number {int(choice)}")
 
 
-def _reason_not_used(
-    name: str, arguments: tuple[Any, ...], scale: float | None, grouped: bool
-) -> str:
+def _reason_not_used(name: str, device: str, choose: Callable[[], int]) -> str:
     """Return the reason why the preferred backend ``name`` is not used for a call."""
-    if arguments[0].device.type == "cpu" and name != "flash":
+    if device == "cpu" and name != "flash":
         return "not for CPUs"
-    (backend,) = (SDPBackend(number) for number, other in BACKENDS.items() if other == name)
+    backend = next(SDPBackend(number) for number, other in BACKENDS.items() if other == name)
     # With only this backend allowed, torch raises an error and gives its reasons as warnings.
     # (`torch.backends.cuda.can_use_flash_attention` prints them to the process's standard error.)
     with warnings.catch_warnings(record=True) as caught, sdpa_kernel(backend):
         warnings.simplefilter("always")
-        if _backend_of(arguments, scale, grouped) == name:
+        if _backend_of(choose) == name:
             return "it could, but it is disabled or torch prefers another"
     reasons: list[str] = []
     section = ""

@@ -100,26 +100,26 @@ class ChannelsLast(RunCallback):
 
     def _inspect(self, pl_module: pl.LightningModule) -> None:
         """Decide by the model's layers, and convert them."""
-        self._convolutions = convolutions = Convolutions(pl_module)
-        others = f"{convolutions.others} other layers that multiply"
-        self._decide(
-            convolutions.count > 0
-            and (self.policy == "always" or convolutions.count >= convolutions.others),
-            f"{convolutions.count} convolutions over two or three dimensions, {others}",
-        )
+        convolutions = Convolutions(pl_module)
+        count, others = convolutions.count, convolutions.others
+        channels_last = count > 0 and (self.policy == "always" or count >= others)
+        other_layers = f"{others} other layers that multiply"
+        reason = f"{count} convolutions over two or three dimensions, {other_layers}"
+        self._decide(channels_last, reason)
+        if channels_last:
+            convolutions.convert()
+            self._convolutions = convolutions
 
     def _decide(self, channels_last: bool, reason: str) -> None:
         name = "channels_last" if channels_last else "contiguous"
         self._decision = {"memory format": name, "because": reason}
-        if channels_last and self._convolutions is not None:
-            self._convolutions.convert()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Inspect models of ``configure_model``, and convert optimizer states on save and load."""
         if not self._decision:
             self._inspect(pl_module)
         convolutions = self._convolutions
-        if convolutions is None or not convolutions.converted or self._hooks:
+        if convolutions is None or self._hooks:
             return
         for optimizer in trainer.optimizers:
             self._hooks += [
@@ -171,22 +171,13 @@ class Convolutions:
                             self._formats[weight] = FORMATS[ndim]
             self.others += isinstance(module, OTHER_MATMUL_LAYERS)
 
-    @property
-    def converted(self) -> bool:
-        """Whether the weights are in channels_last now because of :meth:`convert`."""
-        return bool(self._strides)
-
     def convert(self) -> None:
-        if self.converted:
-            return
         for weight, memory_format in self._formats.items():
             self._strides[weight] = weight.stride()
             weight.data = weight.data.to(memory_format=memory_format)
         self._align_gradients()
 
     def restore(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        if not self.converted:
-            return
         for weight, strides in self._strides.items():
             weight.data = with_strides(weight.data, strides)
         self._strides = {}

@@ -99,7 +99,7 @@ class CompileModel(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_stack", "_options", "regions")
+    not_pickled = ("_stack", "regions")
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class CompileModel(RunCallback):
         self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
         self.regions: list[Region] = []
         self._stack: ExitStack | None = None
-        self._options: CompileOptions | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -158,7 +157,6 @@ class CompileModel(RunCallback):
         )
         modes = modes_for(self.mode, device.type)
         self._rank_text = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        self._options = options
         self._stack = ExitStack()
         self._stack.enter_context(remove_marks(pl_module))
         self.regions = find_regions(pl_module, self.scope, modes, options)
@@ -179,21 +177,19 @@ class CompileModel(RunCallback):
         if self._stack is not None:
             self._report = self._make_report()
             self._stack.close()
-        self._stack = self._options = None
+        self._stack = None
         self.regions = []
 
     # --- steps ----------------------------------------------------------------------------------
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Mark the start of a step for CUDA graphs."""
-        if self._options is not None and self._options.device.type == "cuda":
+        if self.regions and self.regions[0].options.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Log the values that changed."""
         scalars = self._scalars()
         if scalars != self._logged:

@@ -73,8 +73,7 @@ class Region:
     ) -> None:
         self.name, self.options = name, options
         self.kind = type(modules[0]).__name__
-        self.modes = (*modes, EAGER)
-        self.mode_index = 0
+        self.modes = [*modes, EAGER]  # the current one and those left to try
         self.seconds = 0.0
         self.graphs = self.breaks = self.recompilations = 0
         self.reason = ""
@@ -84,10 +83,9 @@ class Region:
 
     @property
     def mode(self) -> str:
-        return self.modes[self.mode_index]
+        return self.modes[0]
 
-    def use_mode(self, index: int) -> None:
-        self.mode_index = index
+    def _compile(self) -> None:
         self.compiled = None
         for forward in self.forwards:
             forward.reset()
@@ -130,14 +128,14 @@ class Region:
 
     def fall_back(self, error: BaseException) -> None:
         """Use the next mode, and report the reason."""
-        failed_mode = self.mode
+        failed_mode = self.modes.pop(0)
         self.reason = reason(error)
-        self.use_mode(self.mode_index + 1)
+        self._compile()
         self.options.on_failure(self, failed_mode)
 
     def apply(self, stack: ExitStack) -> None:
         """Replace ``forward`` of the modules until ``stack`` is closed."""
-        self.use_mode(0)
+        self._compile()
         for forward in self.forwards:
             stack.callback(forward.remove)
             forward.apply()

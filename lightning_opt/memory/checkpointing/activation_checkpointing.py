@@ -265,9 +265,7 @@ class ActivationCheckpointing(RunCallback):
             self._apply(step_plan.plan)
         self.step_plan = step_plan
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Log the number of blocks once."""
         if self._is_logged:
             return

@@ -170,9 +170,7 @@ class MemoryCleanup(RunCallback):
         self._reset()
         self._limits = MemoryLimits(trainer.strategy.root_device)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Read memory use if it is due, and clean if it is high."""
         self._steps += 1
         if self._limits is None or not self._schedule.is_due(self._steps):
@@ -186,12 +184,10 @@ class MemoryCleanup(RunCallback):
             usages, _ = self._read()
         self._log(trainer, _largest(usages))
 
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Read and clean, but only in a single process: ranks may validate unequal batch counts."""
         if trainer.world_size == 1:
-            self.on_train_batch_end(trainer, pl_module)
+            self.on_train_batch_end(trainer)
 
     def _read(self) -> tuple[list[Usage], list[Usage]]:
         """Return the usage of all limits, and of the limits whose usage is high."""

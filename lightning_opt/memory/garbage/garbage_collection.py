@@ -74,9 +74,7 @@ class GarbageCollection(RunCallback):
             gc.freeze()
             self._frozen = True
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Count the batch, and collect if a collection is due."""
         self._batches += 1
         self._collect_if_due(trainer, self._batches)

@@ -110,9 +110,7 @@ class LeakDetector(RunCallback):
         """Reset all state: samples of another run do not apply to this one."""
         self._reset()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Take a sample, and continue or start a search."""
         self._steps += 1
         if self._steps <= self.warmup_steps or not self._schedule.is_due(self._steps):

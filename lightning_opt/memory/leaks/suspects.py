@@ -248,15 +248,14 @@ def take_census(step: int, epoch: int, walk: Walk) -> Census:
     return Census(step, epoch, lengths, max(map(graph_size, walk.tensors()), default=0))
 
 
-def growing_containers(censuses: Sequence[Census], min_items_per_step: float) -> dict[int, float]:
+def _growing_containers(censuses: Sequence[Census]) -> dict[int, float]:
     """Return the ids of containers that grew between all censuses, with items per step."""
-    rates = {}
-    for key in censuses[-1].lengths:
-        lengths = [census.lengths.get(key, -1) for census in censuses]
-        rate = _growth(censuses, lengths) if lengths[0] >= 0 else 0.0
-        if rate >= min_items_per_step:
-            rates[key] = rate
-    return rates
+    rates = {
+        key: _growth(censuses, [census.lengths.get(key, -1) for census in censuses])
+        for key in censuses[-1].lengths
+        if key in censuses[0].lengths
+    }
+    return {key: rate for key, rate in rates.items() if rate >= MIN_ITEMS_PER_STEP}
 
 
 def _growth(censuses: Sequence[Census], lengths: Sequence[int]) -> float:
@@ -334,7 +333,7 @@ def find_suspects(
     """
     step = censuses[-1].step
     suspects = []
-    for key, rate in growing_containers(censuses, MIN_ITEMS_PER_STEP).items():
+    for key, rate in _growing_containers(censuses).items():
         container = walk.get(key)
         items = _newest(container)
         bytes_per_step = rate * mean_size(items)

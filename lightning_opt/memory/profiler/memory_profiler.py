@@ -184,15 +184,11 @@ class MemoryProfiler(RunCallback):
         self._step_stack.callback(self._meter.stop)
         self.profile.exact = self._meter.exact
 
-    def on_before_zero_grad(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Record the end of the forward pass, before old gradients are freed."""
         self._enter("forward", "after_forward")
 
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
         """Record the start of the backward pass."""
         self._enter("backward", "before_backward")
 
@@ -200,15 +196,11 @@ class MemoryProfiler(RunCallback):
         """Record the end of the backward pass."""
         self._enter("forward", "after_backward")
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Record the start of an update."""
         self._enter("optimizer", "before_optimizer")
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """End a profiled step, and log it."""
         if self._meter is None or self._categories is None:
             return
@@ -224,7 +216,7 @@ class MemoryProfiler(RunCallback):
     def on_validation_batch_start(
         self,
         trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
+        pl_module: Any,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -234,9 +226,7 @@ class MemoryProfiler(RunCallback):
             self._phase = "validation"
             self._start_meter(pl_module)
 
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Record the peak of the first batch."""
         if self._meter is not None and self._is_fitting(trainer):
             self.profile.peaks["validation"].append(self._meter.mark())

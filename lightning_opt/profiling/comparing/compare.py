@@ -73,7 +73,7 @@ class Training:
 
     def __init__(self, steps: list[Step]) -> None:
         self.steps = steps
-        self.turns: dict[int, list[Step]] = {}
+        self.turns: list[list[Step]] = []
 
 
 class Run:
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def timed(self) -> list[Step]:
-        return [s for t in self.trainings for turn in t.turns.values() for s in turn]
+        return [s for t in self.trainings for turn in t.turns for s in turn]
 
 
 class Comparison(Measured):
@@ -136,7 +136,7 @@ class Comparison(Measured):
 
     def _pairs(self, first: Run, other: Run) -> list[list[tuple[float, float]]]:
         return [
-            [(self._cost(a.turns[n]), self._cost(b.turns[n])) for n in a.turns if n in b.turns]
+            [(self._cost(x), self._cost(y)) for x, y in zip(a.turns, b.turns, strict=False)]
             for a, b in zip(first.trainings, other.trainings, strict=False)
         ]
 
@@ -169,7 +169,7 @@ class Comparison(Measured):
         details = {
             name: [
                 {
-                    "seconds": [[s.seconds for s in turn] for turn in t.turns.values()],
+                    "seconds": [[s.seconds for s in turn] for turn in t.turns],
                     "losses": [finite(s.loss) for s in t.steps],
                 }
                 for t in run.trainings
@@ -313,7 +313,7 @@ def _train_in_turns(
             turns = run.trainings[-1].turns
             with _failure_recorded(run, timers):
                 taken = process.advance(1 + lengths[len(turns)])[1:]
-                turns[len(turns)] = taken
+                turns.append(taken)
                 run.peak = max(run.peak or 0, process.peak_bytes)
             return math.fsum(step.seconds for step in taken)
 

@@ -95,9 +95,7 @@ class RunReport(RunCallback):
         """Start the clock."""
         self._reset_run(logged_step(trainer))
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Write the page if it is due."""
         if perf_counter() > self._next_page:
             self._write(trainer, "Running")

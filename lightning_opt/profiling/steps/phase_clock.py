@@ -68,7 +68,7 @@ _MODULE_HOOKS = {
     "train_dataloader": SETUP,
     "val_dataloader": SETUP,
 }
-_EVALUATION = ("validation_step", "test_step", "predict_step")
+_STRATEGY_HOOKS = {"training_step": STEP, "batch_to_device": TRANSFER, "on_train_end": TRAIN_END}
 
 
 class Phases:
@@ -113,7 +113,9 @@ class Phases:
         name, _, hook = rest.rpartition(".")
         training = trainer.state.fn == "fit"
         if owner == "[Strategy":
-            return self._of_strategy(hook, training)
+            if hook in ("validation_step", "test_step", "predict_step"):
+                return VALIDATION if training else FORWARD
+            return _STRATEGY_HOOKS.get(hook, IGNORED)  # `EpochHooks` times the backward pass
         if owner == "[Callback":
             return self._of_callback(name, hook, trainer)
         if owner in ("[LightningModule", "[LightningDataModule"):
@@ -123,13 +125,6 @@ class Phases:
         if hook.endswith("_next"):
             return VALIDATION if training else DATA
         return IGNORED
-
-    @staticmethod
-    def _of_strategy(hook: str, training: bool) -> int:
-        known = {"training_step": STEP, "batch_to_device": TRANSFER, "on_train_end": TRAIN_END}
-        if hook in _EVALUATION:
-            return VALIDATION if training else FORWARD
-        return known.get(hook, IGNORED)  # `EpochHooks` times the backward pass
 
     def _of_callback(self, key: str, hook: str, trainer: pl.Trainer) -> int:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]

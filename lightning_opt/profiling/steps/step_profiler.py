@@ -14,17 +14,8 @@ from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.profiling.durations import Durations, Work
 from lightning_opt.profiling.flops import Flops, peak_flops
-from lightning_opt.profiling.steps.phase_clock import (
-    CALLBACK,
-    COMMUNICATION,
-    DATA,
-    NAMES,
-    NOT_OF_A_STEP,
-    SETUP,
-    DeviceClock,
-    PhaseClock,
-    Phases,
-)
+from lightning_opt.profiling.steps import phase_clock as phases
+from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock, Phases
 from lightning_opt.profiling.steps.step_run import StepRun
 from lightning_opt.trainer.lightning import BaseProfiler
 
@@ -89,7 +80,7 @@ class Measures:
         return {
             names[phase]: durations.total
             for phase, durations in self.clock.durations.items()
-            if phase not in NOT_OF_A_STEP and not names[phase].startswith(CALLBACK)
+            if phase not in phases.NOT_OF_A_STEP and not names[phase].startswith(phases.CALLBACK)
         }
 
     def report(self) -> Report:
@@ -238,7 +229,8 @@ class StepProfiler(BaseProfiler):
             return
         trainer, stage = module.trainer, str(getattr(stage, "value", stage))
         root = trainer.strategy.root_device
-        clock = PhaseClock(Phases(), SETUP, DeviceClock(root) if root.type == "cuda" else None)
+        device = DeviceClock(root) if root.type == "cuda" else None
+        clock = PhaseClock(Phases(), phases.SETUP, device)
         measures = Measures(stage, clock, peak=self.peak_flops, world_size=trainer.world_size)
         self._run = StepRun(trainer, measures, self)
         self._runs.pop(stage, None)  # the newest run comes last
@@ -342,8 +334,8 @@ class StepProfiler(BaseProfiler):
         longest = max(seconds, key=seconds.__getitem__)
         share = seconds[longest] / total
         finding = f"{longest!r} takes longest, {share:.0%} of the step time without callbacks."
-        waiting = seconds.get(NAMES[DATA], 0.0) / total
-        sending = seconds.get(NAMES[COMMUNICATION], 0.0) / total
+        waiting = seconds.get(phases.NAMES[phases.DATA], 0.0) / total
+        sending = seconds.get(phases.NAMES[phases.COMMUNICATION], 0.0) / total
         verdicts = [Verdict("profile", "ok", finding)]
         if sending > COMMUNICATION_BOUND:
             advice = "Trainer(strategy='ddp_compressed') sends fewer bytes if that saves time."

@@ -172,20 +172,16 @@ class StepRun:
     def _end_training(self) -> None:
         if self.clock.depth == 0:
             self.clock.set_default_phase(phases.TEARDOWN)
-        self._gather_busy_seconds()
+        if self._store is not None:
+            busy = self.clock.busy / max(1, self.clock.work.steps.count)
+            if self._store.check([KEY.format(rank) for rank in range(dist.get_world_size())]):
+                self.measures.ranks = gather_objects(busy, (dist.group.WORLD,))
+            self._store.delete_key(KEY.format(dist.get_rank()))
         self._log()
 
     def _has_ranks(self) -> bool:
         several = self.measures.stage == "fit" and self.measures.world_size > 1
         return several and dist.is_available() and dist.is_initialized()
-
-    def _gather_busy_seconds(self) -> None:
-        if self._store is None:
-            return
-        busy = self.clock.busy / max(1, self.clock.work.steps.count)
-        if self._store.check([KEY.format(rank) for rank in range(dist.get_world_size())]):
-            self.measures.ranks = gather_objects(busy, (dist.group.WORLD,))
-        self._store.delete_key(KEY.format(dist.get_rank()))
 
     def _log(self) -> None:
         seconds, window_totals = self.clock.end_window()

@@ -122,7 +122,7 @@ def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 
     run = Run(name)
     steps = [Step(s, loss, samples) for s, loss in zip(seconds, losses, strict=True)]
     training = Training(steps)
-    training.turns = {n: steps[n + 1 : n + 3] for n in range(1, len(steps) - 2, 3)}
+    training.turns = [steps[n + 1 : n + 3] for n in range(1, len(steps) - 2, 3)]
     run.trainings.append(training)
     return run
 
