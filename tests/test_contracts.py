@@ -47,13 +47,9 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "AdaptiveClipping": [
         {"rule": {"class_path": "lightning_opt.Robust", "init_args": {"warmup": 5, "patience": 4}}},
-        {"rule": {"class_path": "lightning_opt.ZClip", "init_args": {"warmup": 5, "z": 1.0}}},
         {"rule": {"class_path": "lightning_opt.MeanStd", "init_args": {"k": 0.5, "window": 10}}},
         {"rule": {"class_path": "lightning_opt.PerParameter", "init_args": {"warmup": 6}}},
-        {"rule": {"class_path": "lightning_opt.FixedNorm", "init_args": {"max_norm": 0.3}}},
-        {"rule": {"class_path": "lightning_opt.FixedValue", "init_args": {"max_value": 0.1}}},
         {"rule": {"class_path": "lightning_opt.UnitWise", "init_args": {"exclude": None}}},
-        {"rule": "percentile"},
     ],
     "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0}],
     "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],

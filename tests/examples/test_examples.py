@@ -20,8 +20,7 @@ import torch
 from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.manager import AsyncKernelManager
 
-from examples import byte_gpt
-from examples.byte_gpt import ByteGPT, SourceBatches, read_sources
+from examples.byte_gpt import ByteGPT, SourceBatches
 from tests.examples.conftest import EXAMPLES, Load
 from tests.helpers.fork_server import share_fork_server, use_fork_server
 
@@ -47,11 +46,6 @@ SHORTER = {
     "06_curvature.ipynb": {"[3.0, 1.0, 0.3]": "[1.0]", "[0.3, 0.1, 0.03]": "[0.1]"},
 }
 """Replacements in the source of notebooks that make them run faster."""
-
-
-@pytest.fixture(scope="module")
-def sources() -> list[bytes]:
-    return read_sources()
 
 
 TABLES = {"01_fit_into_half_the_memory.ipynb", "05_let_the_tuner_decide.ipynb"}
@@ -209,42 +203,6 @@ def test_demo_draws_recorded_acts_without_network_namespaces(
     assert demo.largest_difference(acts[2]["ours"], acts[2]["reference"]) < 1e-5
 
 
-def test_batches_depend_only_on_seed_and_index(sources: list[bytes]) -> None:
-    batches = SourceBatches(sources, 40, damaged=0.5, seed=3)
-    again = SourceBatches(sources, 40, damaged=0.5, seed=3)
-    assert all(torch.equal(batches[i][0], again[i][0]) for i in reversed(range(40)))
-    other = SourceBatches(sources, 40, damaged=0.5, seed=4)
-    equal = sum(torch.equal(batches[i][0], other[i][0]) for i in range(40))
-    assert equal < 10, "only zeroed batches are equal"
-    assert len(list(batches)) == 40
-    assert batches[0][0].shape == (8, 65)
-
-
-def test_clean_batches_are_sources_and_damaged_batches_show_their_damage(
-    sources: list[bytes],
-) -> None:
-    batches = SourceBatches(sources, 80, damaged=0.3, seed=0)
-    text = b"".join(sources)
-    kinds = set()
-    for windows, damaged in batches:
-        content = bytes(windows.flatten().tolist())
-        if not damaged:
-            assert all(bytes(window.tolist()) in text for window in windows)
-        elif content.startswith(b"x\x9c"):
-            kinds.add("compressed")
-        elif content.startswith(b"\xff\xfe"):
-            kinds.add("widened")
-        elif not any(content):
-            kinds.add("zeroed")
-        else:  # one line, repeated
-            kinds.add("stuck")
-            period = content.index(b"\n") + 1 if b"\n" in content else len(content)
-            assert content[period:] == content[:-period]
-    assert kinds == {damage.__name__ for damage in byte_gpt.DAMAGES}
-    assert 12 <= sum(damaged for _, damaged in batches) <= 36  # 24 are expected
-    assert not any(damaged for _, damaged in SourceBatches(sources, 100))
-
-
 def test_model_is_causal_and_initial_loss_is_uniform() -> None:
     model = ByteGPT(width=48, depth=2, heads=4, window=16).eval()
     tokens = torch.randint(256, (2, 16))
@@ -254,17 +212,3 @@ def test_model_is_causal_and_initial_loss_is_uniform() -> None:
     torch.testing.assert_close(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:])
     assert model.loss(torch.randint(256, (8, 17))).item() == pytest.approx(math.log(256), abs=0.1)
-
-
-def test_recorder_finds_spikes_and_excursions(load: Load) -> None:
-    record = load("clipping").Recorder()
-    record.norms = [1.0] * 100
-    record.norms[10] = record.norms[70] = 50.0  # the first precedes the median
-    record.thresholds = [math.inf] * 20 + [3.0] * 80
-    record.damaged = [step in (10, 70, 98) for step in range(100)]
-    record.probe_losses = [2.0] * 100
-    record.probe_losses[10] = 7.0
-    record.probe_losses[70:80] = [2.1, 2.4, 2.5, 2.3, 2.2, 2.0, 2.0, 2.0, 2.0, 1.9]
-    assert record.spikes() == [70]
-    assert record.clipped_steps() == [70]
-    assert record.excursions() == pytest.approx([0.5, 0.0])

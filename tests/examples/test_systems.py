@@ -37,24 +37,6 @@ def test_vision_runs_agree_and_optimisations_are_active(load: Load) -> None:
     assert "CompileModel: compiled in" in notes
 
 
-@pytest.mark.slow
-def test_vision_run_resumes_bit_exactly(
-    monkeypatch: pytest.MonkeyPatch, load: Load, tmp_path: Path
-) -> None:
-    vision = load("vision_attention")
-    same_weights = load("measuring").same_weights
-    monkeypatch.setattr(vision, "TRAINING", 8 * vision.BATCH)
-    settings = {"seed": 0, "deterministic": True, "backend": "none"}
-
-    whole = vision.train_and_keep(tmp_path / "whole", 2, resume=False, **settings)
-    half = vision.train_and_keep(tmp_path / "parts", 1, resume=False, **settings)
-    resumed = vision.train_and_keep(tmp_path / "parts", 2, resume=True, **settings)
-
-    assert same_weights(whole, resumed)
-    assert not same_weights(whole, half)
-    assert vision.accuracy(whole, vision.digits()[1]) > 0.5
-
-
 # --- language -------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """Clipping, guard, health, loss scaler and preconditioner read nothing and mix no devices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from lightning_opt.core.numerics.norms import collect_gradients, measure_norms
 from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
-from lightning_opt.gradients.guard.snapshot import BufferBackup
 from tests.gradients.cases import Net, every_rule
 from tests.helpers.fake_cuda import (
     Copies,
-    Model,
     Stage,
     fake_gradients,
     on_fake_cuda,
@@ -51,21 +48,6 @@ def cuda_scalar(value: float = 1.0) -> Tensor:
 
 # `float()` and `int()` need a device first.
 READ = (DataDependentOutputException, RuntimeError)
-
-
-def test_reads_and_mixed_devices_raise() -> None:
-    x = torch.empty(3, device="cuda")
-    reads: list[Callable[[], object]] = [
-        lambda: x[0].item(),
-        lambda: bool(x[0] > 0),
-        lambda: x.tolist(),
-        lambda: x[x[0].long()],
-    ]
-    for read in reads:
-        with pytest.raises(DataDependentOutputException):
-            read()
-    with pytest.raises(RuntimeError, match="cpu"):
-        x + torch.empty(3)
 
 
 @every_rule
@@ -124,13 +106,6 @@ def test_guard_reads_nothing_under_a_loss_scaler() -> None:
     callbacks = [NonFiniteGuard(spike=6.0), AdaptiveClipping()]
     stage = Stage(callbacks, Odd(), scaler=scaler, fused=True)
     stage.step([scaler.scale(cuda_scalar())], update=False)
-
-
-def test_buffers_are_restored_on_their_device() -> None:
-    model = on_fake_cuda(Model(Odd()))
-    keeper = BufferBackup(model)
-    for flag in (torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")):
-        keeper.restore_or_save(flag)
 
 
 def test_preconditioner_reads_nothing() -> None:

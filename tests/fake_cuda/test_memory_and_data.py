@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
-from lightning_opt.batching.accumulation.counting import count_with, quotient
-from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, live_bytes
@@ -154,17 +152,3 @@ def test_state_before_an_out_of_memory_batch_is_restored_on_the_device():
         buffer.add_(1)
     before.restore()
     assert {own.device for own in (*model.parameters(), *model.buffers())} == {FIRST}
-
-
-def test_merged_values_and_counts_stay_on_the_device():
-    values = [torch.empty((), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    counts = [torch.ones((), device="cuda", dtype=torch.long) for _ in range(3)]
-    for reduction in ("mean", "sum", "min", "max"):
-        assert combine(values, counts, reduction).device == FIRST
-    outputs = [{"logits": torch.empty(2, 5, device="cuda"), "loss": value} for value in values]
-    merged = merge_outputs(outputs, [2, 2, 2], counts)
-    assert {key: own.device for key, own in merged.items()} == {"logits": FIRST, "loss": FIRST}
-    counted = count_with(lambda batch: batch.sum(), torch.ones(3, device="cuda"))
-    factor = quotient(4.0, counted)
-    assert isinstance(factor, Tensor)
-    assert factor.device == FIRST

@@ -40,7 +40,6 @@ TENSOR_RULES: dict[str, Callable[[], ClippingRule]] = {
 }
 ALL_RULES: dict[str, Callable[[], ClippingRule]] = {**NORM_RULES, **TENSOR_RULES}
 
-every_norm_rule = pytest.mark.parametrize("make", NORM_RULES.values(), ids=list(NORM_RULES))
 every_rule = pytest.mark.parametrize("make", ALL_RULES.values(), ids=list(ALL_RULES))
 both_paths = pytest.mark.parametrize("path", ["host", "device"])
 

@@ -9,47 +9,13 @@ from weakref import ref
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 import lightning_opt as lo
-from lightning_opt.gradients.gradient_callback import GradientCallback, grad_scale, plain_name
+from lightning_opt.gradients.gradient_callback import GradientCallback, plain_name
 from tests.helpers.models import AdversarialNet, SmallNet, load_changed_state
 from tests.helpers.trainers import GradientSpy, quiet_trainer
-
-SCALE = 2.0**10
-
-
-def grad_scale_under(plugin: Precision, optimizer: Any) -> float:
-    trainer: Any = SimpleNamespace(precision_plugin=plugin)
-    return float(grad_scale(trainer, optimizer))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_grad_scale_is_the_loss_scale_until_gradients_are_unscaled(fused):
-    """Lightning leaves it to fused optimizers, and if a window's last batch has no loss."""
-    layer, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=SCALE)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    assert grad_scale_under(plugin, optimizer) == 1.0  # before the first loss
-    scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
-    assert layer.bias.grad == grad_scale_under(plugin, optimizer) == SCALE
-    scaler.unscale_(optimizer)
-    assert layer.bias.grad == grad_scale_under(plugin, optimizer) == 1.0
-
-
-@pytest.mark.parametrize(
-    "plugin",
-    [
-        Precision(),
-        MixedPrecision("bf16-mixed", "cpu"),
-        MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False)),
-    ],
-)
-def test_grad_scale_is_one_without_a_scaler(plugin):
-    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), fused=True)
-    assert grad_scale_under(plugin, optimizer) == 1.0
 
 
 class Listener(GradientCallback):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -428,20 +427,6 @@ def test_deleted_process_is_killed():
     fit = TrainingProcess(Net, rows, CPU)
     pid = fit.summary["pid"]
     del fit
-    assert gone(pid)
-
-
-def test_ctrl_c_ends_a_hanging_training():
-    fit = TrainingProcess(Net, rows, lambda: mishap("hangs"))
-    pid = fit.summary["pid"]
-    # A process that a shell starts in the background ignores the signal.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), fit:  # noqa: PT012 - the timer starts inside
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            fit.advance(3)
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert gone(pid)
 
 

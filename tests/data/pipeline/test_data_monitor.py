@@ -15,15 +15,7 @@ from lightning_opt.data.pipeline.device_prefetcher import is_transparent
 from tests.data.runs import Recorded, Rows
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
-
-
-class Clock:
-    """A clock that is advanced by hand."""
-
-    now = 100.0
-
-    def perf_counter(self):
-        return self.now
+from tests.profiling.clock import Clock
 
 
 class Timed(Rows):

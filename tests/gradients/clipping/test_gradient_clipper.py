@@ -1,6 +1,5 @@
 """GradientClipper with every rule: measuring, clipping, counting and resuming."""
 
-import copy
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -107,7 +106,7 @@ def test_resumed_run_is_bit_exact_on_the_same_kind_of_device(make: Any, kinds: A
     steps, counts = [*NORMS[:20], (99, NAN), *NORMS[20:]], ("steps", "nonfinite", "clipped")
     expected, final = run(make, steps, kind=kinds[0])
     rounding = 0.0 if kinds[0] == kinds[1] else 1e-12
-    for cut in (2, 12, 33):
+    for cut in (2, 33):
         first, state = run(make, steps[:cut], kind=kinds[0])
         saved = through_a_file(state)
         second, resumed = run(make, steps[cut:], saved, kind=kinds[1])
@@ -244,31 +243,6 @@ def test_counts_do_not_use_the_default_dtype(path: str, rule: ClippingRule) -> N
 # --- the clipper ----------------------------------------------------------------------------------
 
 
-def test_clippers_of_two_optimizers_are_independent() -> None:
-    both = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
-    alone = copy.deepcopy(both)
-    clippers = [GradientClipper(both, FixedNorm(1.0), m.parameters()) for m in both.values()]
-    for part, norm in (("g", 1e-3), ("d", 1e3)):
-        for module in (both[part], alone[part]):
-            set_gradients(module, norm, seed=1)
-        GradientClipper(alone[part], FixedNorm(1.0)).clip()
-    norms = [clipper.clip()["norm"] for clipper in clippers]
-    assert norms == pytest.approx([1e-3, 1e3])
-    assert torch.equal(flat_gradient(both), flat_gradient(alone))
-    with pytest.raises(ValueError, match="must be one of the module's"):
-        GradientClipper(both, "robust", nn.Linear(2, 2).parameters())
-
-
-def test_step_without_gradients_is_not_counted() -> None:
-    net = fresh()
-    clipper = GradientClipper(net, "mean_std")
-    assert clipper.clip() == {"norm": 0.0}
-    assert clipper._tally.read() == {}
-    net.body.weight.grad = torch.ones_like(net.body.weight)
-    assert clipper.clip()["norm"] == pytest.approx(math.sqrt(12))
-    assert clipper.state_dict()["steps"] == 1
-
-
 def test_clipped_share_excludes_nonfinite_steps(path: str) -> None:
     net = fresh()
     clipper = GradientClipper(net, FixedNorm(1.0))
@@ -293,6 +267,11 @@ def test_rule_may_return_an_empty_clip(path: str) -> None:
     clipper = GradientClipper(net, Measures())
     list(steps_of(clipper, net, [(0, 2.0), (1, NAN), (2, 0.5)]))
     assert clipper._tally.read() == {"norm": pytest.approx(0.5), "fraction": 0.0, "nonfinite": 1.0}
+
+
+def test_parameters_of_another_module_raise() -> None:
+    with pytest.raises(ValueError, match="must be one of the module's"):
+        GradientClipper(fresh(), "robust", nn.Linear(2, 2).parameters())
 
 
 def test_rules_by_name() -> None:

@@ -149,16 +149,6 @@ def test_critical_nonfinite_finding_stays_critical(reports, together):
     assert (issue.severity, issue.place) == (CRITICAL, reports[1 if together else 0])
 
 
-def test_several_places_are_one_issue_at_the_worst():
-    persistence = Persistence()
-    found = [Issue("stale", WARNING, name, name, badness) for name, badness in
-             (("c", 1.0), ("a", 3.0), ("b", 2.0))]  # fmt: skip
-    for _ in range(2):
-        persistence.update(found)
-    (issue,) = persistence.issues()
-    assert (issue.place, issue.others) == ("a", ("c", "b"))
-
-
 # --- report ---------------------------------------------------------------------------------
 
 

@@ -335,23 +335,6 @@ def test_solution_is_as_fast_as_the_best_plan(seed: int) -> None:
             assert solution.peak <= limit
 
 
-def test_feasible_limit_is_met_for_random_sizes() -> None:
-    generator = random.Random(0)
-    items = []
-    for _ in range(40):
-        nbytes = generator.randint(9_000_000, 11_000_000)
-        options = [Option(RECOMPUTE, 0, generator.uniform(4, 5)), Option(None, nbytes, 0.0)]
-        options += [
-            Option(PART, nbytes * n // 9, options[0].seconds * (1 - 0.12 * n)) for n in range(1, 8)
-        ]
-        items.append(Unit(BLOCK, tuple(options), 20_000_000))
-    assert solve(items, 5_000_000, 19_999_999) is None
-    for limit in (20_000_000, 20_500_000, 100_000_000):
-        solution = solve(items, 5_000_000, limit)
-        assert solution is not None
-        assert solution.peak <= limit
-
-
 def test_planned_batch_is_released_after_its_step():
     class Watching(Wide):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

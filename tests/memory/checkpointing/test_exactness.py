@@ -19,9 +19,7 @@ from tests.memory.runs import assert_identical, train
 
 POLICIES: dict[str, dict[str, Any]] = {
     "every_layer": {},
-    "sqrt": {},
     "block": {"interval": 3},
-    "every_nth": {"interval": 2},
     "selective": {},
     "auto": {"budget": 0.5, "strict": False},
 }

@@ -91,17 +91,6 @@ def test_history_is_bounded_and_keeps_the_sum():
     assert history.whole[0][0] == 0
 
 
-@pytest.mark.parametrize("cut", [100, 301])
-def test_history_resumes_within_a_point(cut):
-    whole, first, resumed = Throughput(), Throughput(), Throughput()
-    for i in range(400):
-        whole.add(10 * i, float(i), 0.5)
-        (first if i < cut else resumed).add(10 * i, float(i), 0.5)
-        if i == cut - 1:
-            resumed.load_state_dict(first.state_dict())
-    assert resumed.state_dict() == whole.state_dict()
-
-
 def test_sudden_slowdown_late_in_a_long_run_is_found_soon():
     rates = [1.0 + 0.01 * math.sin(i) for i in range(3000)] + [0.8] * 20
     found_at, fall = first_alarm(rates)

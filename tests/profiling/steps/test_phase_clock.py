@@ -20,7 +20,6 @@ from lightning_opt.profiling.steps.phase_clock import (
     FORWARD,
     HOST,
     IGNORED,
-    LOOP,
     LOSS,
     MAX_PHASES,
     OPTIMIZER,
@@ -67,21 +66,6 @@ def test_quantiles_of_durations_are_within_half_a_percent():
 
 
 # --- the host's clock ---------------------------------------------------------------------------
-
-
-def test_leaving_after_an_exception_closes_inner_phases(timer):
-    clock = PhaseClock(Phases(), SETUP)
-    clock.leave("from before")
-    clock.enter(LOOP, "epoch")
-    clock.enter(OPTIMIZER, "update")  # Lightning does not end it after an exception
-    clock.enter(FORWARD, "forward")
-    timer.spend(1.0)
-    clock.leave("epoch")
-    clock.leave("epoch")
-    assert (clock.phase, clock.depth) == (SETUP, 0)
-    timer.spend(2.0)
-    clock.end_step(trained=False)
-    assert totals(clock) == {FORWARD: 1.0, SETUP: 2.0}
 
 
 def test_inner_phases_count_for_outer_phases_of_higher_priority(timer):
