@@ -167,6 +167,22 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(params=["host", "device"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The host path and the device path, both with tensors of the CPU."""
+    if request.param == "device":
+        from tests.helpers.syncs import take_device_path
+
+        take_device_path(monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture
+def device_path(path: str) -> bool:
+    """Whether the test runs on the device path; it runs on both."""
+    return path == "device"
+
+
 @pytest.fixture(autouse=True)
 def _default_settings() -> Iterator[None]:
     """Seed torch before each test, and reset global state that tests change."""

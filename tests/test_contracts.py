@@ -6,7 +6,6 @@ Each is tested with its defaults and with ``SETTINGS``, written as in a Lightnin
 import copy
 import functools
 import gc
-import importlib
 import inspect
 import json
 import math
@@ -26,6 +25,7 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner
 from lightning_opt.profiling.run_report import page
+from lightning_opt.worker.recipes import instantiate
 from tests.helpers.footprint import counts_in, model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import (
     AdversarialNet,
@@ -181,14 +181,7 @@ def build(name: str, settings: Settings, every_n_steps: int | None = None) -> Ca
     settings = {**INSTEAD_OF_DEFAULTS.get(name, {}), **settings}
     if every_n_steps and "every_n_steps" in inspect.signature(CALLBACKS[name]).parameters:
         settings["every_n_steps"] = every_n_steps
-    return CALLBACKS[name](**{key: _resolve(value) for key, value in settings.items()})
-
-
-def _resolve(value: Any) -> Any:
-    if isinstance(value, dict) and "class_path" in value:
-        module, _, name = value["class_path"].rpartition(".")
-        return getattr(importlib.import_module(module), name)(**value.get("init_args", {}))
-    return value
+    return CALLBACKS[name](**instantiate(settings))
 
 
 def fit(*callbacks: Callback, model: SmallNet | None = None, **settings: Any) -> SmallNet:

@@ -32,6 +32,14 @@ def loader_of(steps: int, batch_size: int = 4, seed: int = 0) -> "ResumableLoade
     return ResumableLoader(batches_of(steps, batch_size, seed), batch_size=batch_size)
 
 
+def shard(module: LightningModule, *parts: nn.Module) -> None:
+    """Shard ``parts`` of a module, and then the module, with FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (*parts, module):
+        fully_shard(part, mesh=module.device_mesh["data_parallel"])  # type: ignore[index]
+
+
 class ResumableLoader(DataLoader[Any]):
     """A loader whose state is its position in the epoch.
 

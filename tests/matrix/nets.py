@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from tests.helpers.models import FEATURES, ResumableLoader, SmallNet, batches_of
+from tests.helpers.models import FEATURES, ResumableLoader, SmallNet, batches_of, shard
 
 BATCHES, BATCH_SIZE = 7, 12
 WIDTH, HEADS = 8, 2
@@ -116,8 +115,7 @@ class MatrixNet(SmallNet):
         if self.device_mesh["tensor_parallel"].size() > 1:
             parallelize_module(self.layer, self.device_mesh["tensor_parallel"], SEQUENCE_PARALLEL)
             return
-        for part in (*self.layer, self):  # type: ignore[misc]
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        shard(self, *self.layer)  # type: ignore[misc]
 
     @property
     def replicas(self) -> tuple[int, int]:

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from tests.helpers.models import weights_of, whole
+from tests.helpers.models import shard, weights_of, whole
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -81,8 +80,7 @@ class Net(LightningModule):
             for first in (self.layers[0], self.teacher[0]):
                 parallelize_module(first, mesh, enter)
         if self.kind == "2d":
-            for layer in (*self.layers, *self.teacher, self):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            shard(self, *self.layers, *self.teacher)
 
     def run(self, layers: nn.ModuleList, x: Tensor) -> Tensor:
         for layer in layers:
@@ -132,7 +130,7 @@ def fit_with_each(*kinds: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         cleanup = lo.MemoryCleanup(every_n_steps=1, threshold=0.002, release=0.001)
         leaks = lo.LeakDetector(every_n_steps=1, warmup_steps=0)
         weights = {"auto": fit(kind, auto), "others": fit(kind, profiler, cleanup, leaks)}
-        for policy in ("every_layer", "selective", "sqrt"):
+        for policy in ("selective", "sqrt"):
             weights[policy] = fit(kind, lo.ActivationCheckpointing(policy))
         assert auto.plan
         assert cleanup.events

@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Subset
 
 import lightning_opt as lo
@@ -24,6 +23,7 @@ from tests.helpers.models import (
     WholeBatchNet,
     assert_same_weights,
     batches_of,
+    shard,
     weights_of,
 )
 from tests.helpers.processes import launch
@@ -112,10 +112,7 @@ class Sharded(Ranked):
     """The same under FSDP2."""
 
     def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
-        for layer in self.layer:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self, mesh=mesh)
+        shard(self, *self.layer)
 
 
 STRATEGIES: dict[str, Any] = {

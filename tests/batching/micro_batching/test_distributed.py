@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, default_col
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import ranks as ranks_module
 from tests.batching.nets import Hooks, Net, Samples, counting_ddp, run_out
-from tests.helpers.models import SmallNet, whole
+from tests.helpers.models import SmallNet, shard, whole
 from tests.helpers.processes import launch
 from tests.helpers.trainers import FSDPOnCPU, quiet_trainer
 
@@ -59,11 +59,7 @@ class Shared(Net):
 
     def configure_model(self) -> None:
         if self.sharded:
-            from torch.distributed.fsdp import fully_shard
-
-            for part in (self.layers[0], self.layers[2]):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+            shard(self, self.layers[0], self.layers[2])
 
     def train_dataloader(self) -> Any:
         first = sum(self.counts[: self.global_rank])

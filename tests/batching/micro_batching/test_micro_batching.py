@@ -231,9 +231,7 @@ def test_split_check_has_no_side_effects(monkeypatch, random):
     ("where", "fits", "accumulate"),
     [
         ("forward", 5, 1),
-        ("forward", 15, 3),
         ("loss", 5, 3),
-        ("backward", 5, 1),
         ("backward", 5, 3),
         ("backward", 1, 3),
     ],

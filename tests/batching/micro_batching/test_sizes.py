@@ -9,7 +9,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
@@ -17,7 +16,7 @@ from lightning_opt.batching import peaks
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, MeasuredPeak, PlannedSizes
 from lightning_opt.core.measure.exhaustion import recover_memory
 from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, malloc_trim, resident_memory
-from tests.helpers.models import weights_of
+from tests.helpers.models import shard, weights_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -45,8 +44,7 @@ class Wide(LightningModule):
         self.ran: list[tuple[int, int]] = []  # batch and samples
 
     def configure_model(self) -> None:
-        for part in (*self.layers, self):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        shard(self, *self.layers)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.ran.append((batch_idx, len(batch)))

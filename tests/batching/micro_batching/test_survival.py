@@ -57,9 +57,7 @@ def train(seed: int, where: str, room: float | None, size: Any = None) -> dict[s
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS")
-@pytest.mark.parametrize(
-    ("seed", "where", "room"), [(0, "forward", 48.0), (1, "loss", 40.0), (3, "backward", 44.0)]
-)
+@pytest.mark.parametrize(("seed", "where", "room"), [(0, "forward", 48.0), (3, "backward", 44.0)])
 def test_run_survives_a_limit_that_ends_the_bare_run(seed, where, room):
     (bare,) = launch(train, seed, where, room, processes=1)
     assert bare["end"] != "completed"

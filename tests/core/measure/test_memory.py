@@ -1,8 +1,6 @@
 """Memory readings, against the kernel, psutil and a simulated allocator."""
 
-import gc
 import sys
-from mmap import PAGESIZE
 from pathlib import Path
 
 import psutil
@@ -14,7 +12,6 @@ from lightning_opt.core.measure.memory import (
     MemoryLimits,
     PeakMeter,
     live_bytes,
-    malloc_info,
     malloc_trim,
     peak_memory,
     resident_memory,
@@ -53,53 +50,7 @@ def test_meters_that_run_together_keep_their_own_peaks():
     assert (later.read() - before) / MB == pytest.approx(0, abs=24)
 
 
-def test_mark_resets_one_meter_only_on_cuda(monkeypatch):
-    """CUDA's allocator has one peak per process, which this test simulates."""
-    held = peak = 0
-
-    def hold(amount: int) -> None:
-        nonlocal held, peak
-        held, peak = amount, max(peak, amount)
-
-    def reset(device: torch.device) -> None:
-        nonlocal peak
-        peak = held
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    run, step = PeakMeter(torch.device("cuda")), PeakMeter(torch.device("cuda", 0))
-    other_device = PeakMeter(torch.device("cuda", 1))
-    other_device.start()
-    hold(9)
-    hold(2)
-    assert step.mark() == 9
-    hold(5)
-    hold(1)
-    assert step.mark() == 5
-    assert step.read() == 1
-    assert run.read() == 9
-    run.start()
-    assert run.read() == 1
-
-
 # --- the heap -----------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(malloc_info() is None, reason="needs the statistics of glibc's malloc")
-@pytest.mark.parametrize("size", [3_000, 300_000, 30_000_000])
-def test_heap_includes_tensors(size):
-    gc.collect()
-    count = max(1, 3_000_000 // size)
-    before = malloc_info().used
-    tensors = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
-    grown = malloc_info().used - before
-    # Each tensor adds about 600 bytes to its elements; large ones are rounded up to pages.
-    rounding = PAGESIZE if size > 100_000 else 0
-    assert count * size <= grown <= count * (size + 1500 + rounding) + 20_000
-    assert live_bytes(CPU) == pytest.approx(malloc_info().used, abs=100_000)
-    del tensors
-    assert malloc_info().used - before < 100_000
 
 
 @pytest.mark.gpu

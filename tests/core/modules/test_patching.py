@@ -87,18 +87,6 @@ def test_inner_replacement_restores_the_value_set_in_between():
     assert vars(owner) == {}
 
 
-def test_value_set_since_is_kept_when_a_lower_replacement_ends():
-    owner = Owner()
-    lower, upper = replaced(owner, kind=1), replaced(owner, kind=2)
-    for context in (lower, upper):
-        context.__enter__()
-    owner.kind = 3
-    lower.__exit__(None, None, None)
-    assert owner.kind == 3
-    upper.__exit__(None, None, None)
-    assert vars(owner) == {}
-
-
 class ScriptedNet(SmallNet):
     """Has a part by ``torch.jit.script``, and calls a layer under ``torch.vmap``."""
 

@@ -13,18 +13,10 @@ from lightning_opt.core.numerics.norms import (
     measure_norms,
     nonfinite_names,
 )
-from tests.helpers.syncs import take_device_path
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 C64, C128 = torch.complex64, torch.complex128
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-@pytest.fixture(params=["host", "device"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "device":
-        take_device_path(monkeypatch)
-    return str(request.param)
 
 
 def parameters_with(*gradients: Tensor | None) -> list[Tensor]:

@@ -14,7 +14,7 @@ import lightning_opt as lo
 from lightning_opt.gradients.guard import events as events_module
 from lightning_opt.gradients.guard.detector import Detector
 from tests.gradients.faulty import FaultyNet
-from tests.helpers.models import assert_same_weights, weights_of
+from tests.helpers.models import assert_same_weights, shard, weights_of
 from tests.helpers.processes import launch
 from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import quiet_trainer
@@ -30,12 +30,8 @@ class ShardedNet(FaultyNet):
         self.norm = torch.nn.Identity()  # type: ignore[assignment]
 
     def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard
-
         if self.device_mesh is not None and not hasattr(self.head, "set_reshard_after_backward"):
-            for part in (self.encoder, self.head):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+            shard(self, self.encoder, self.head)
 
 
 def train(

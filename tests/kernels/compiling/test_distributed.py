@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_opt.kernels.compiling.compile_model import CompileModel
+from tests.helpers.models import shard
 from tests.helpers.processes import launch
 from tests.kernels.compiling.runs import (
     QUIET,
@@ -39,12 +40,7 @@ class Split(Net):
 
 class Sharded(Split):
     def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = self.device_mesh["data_parallel"]
-        for block in self.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self, mesh=mesh)
+        shard(self, *self.blocks)
 
 
 def under_ddp() -> list[Any]:

@@ -8,10 +8,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 import lightning_opt as lo
-from tests.helpers.models import SmallNet, assert_same_weights, weights_of
+from tests.helpers.models import SmallNet, assert_same_weights, shard, weights_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.kernels.convnets import STEPS, ConvNet
@@ -59,10 +58,7 @@ class Sharded(SmallNet):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None:
-            mesh = self.device_mesh["data_parallel"]
-            for layer in self.layer:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self, mesh=mesh)
+            shard(self, *self.layer)
 
 
 class Flags(Callback):

@@ -143,13 +143,6 @@ class Reference:
 OVERFLOWS = dict.fromkeys((0, 3, 4, 40, 41, 42, 43, 60, 77, 78), 1e30)
 
 
-@pytest.fixture(params=["host", "device"])
-def path(request, monkeypatch):
-    if request.param == "device":
-        take_device_path(monkeypatch)
-    return request.param
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_windows_that_end_without_a_loss_change_nothing(fused):

@@ -15,7 +15,6 @@ from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.steps import phase_clock
 from lightning_opt.profiling.steps.phase_clock import (
     BACKWARD,
-    CHECKPOINT,
     DATA,
     FORWARD,
     HOST,
@@ -24,9 +23,7 @@ from lightning_opt.profiling.steps.phase_clock import (
     MAX_PHASES,
     OPTIMIZER,
     OTHER,
-    PROFILER,
     SETUP,
-    VALIDATION,
     DeviceClock,
     PhaseClock,
     Phases,
@@ -66,28 +63,6 @@ def test_quantiles_of_durations_are_within_half_a_percent():
 
 
 # --- the host's clock ---------------------------------------------------------------------------
-
-
-def test_inner_phases_count_for_outer_phases_of_higher_priority(timer):
-    phases = Phases()
-    callback, region = phases.number("callback X"), phases.number("region r")
-    clock = PhaseClock(phases, SETUP)
-
-    def spend(*within: int) -> dict[int, float]:
-        for place, phase in enumerate(within):
-            clock.enter(phase, place)
-            timer.spend(1.0)
-        clock.leave(0)
-        before = totals(clock)
-        clock.end_step(trained=False)
-        spent = {p: t - before.get(p, 0.0) for p, t in totals(clock).items()}
-        return {phase: seconds for phase, seconds in spent.items() if seconds}
-
-    assert spend(VALIDATION, DATA, FORWARD) == {VALIDATION: 3.0}
-    assert spend(VALIDATION, callback) == {VALIDATION: 1.0, callback: 1.0}
-    assert spend(callback, CHECKPOINT, callback) == {callback: 1.0, CHECKPOINT: 2.0}
-    assert spend(region, FORWARD) == {region: 2.0}
-    assert spend(PROFILER, LOSS, FORWARD, CHECKPOINT, region) == {PROFILER: 5.0}
 
 
 def test_memory_is_bounded_over_many_steps_and_action_names(timer, monkeypatch):
