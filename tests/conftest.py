@@ -48,7 +48,6 @@ def _prepare() -> None:
     import hypothesis
     import lightning.pytorch  # sets its logger's level, which is changed below
     import torch.distributed.fsdp
-    from lightning.fabric.utilities import registry
 
     torch.set_num_threads(1)  # pytest-xdist's workers share the cores
     # The same examples in each run, on machines of any speed.
@@ -61,8 +60,6 @@ def _prepare() -> None:
     )
     hypothesis.settings.load_profile("tests")
     logging.getLogger(lightning.pytorch.__name__).setLevel(logging.WARNING)
-    # Otherwise each Trainer reads the metadata of every installed package.
-    registry.entry_points = functools.cache(registry.entry_points)
     if not hasattr(torch.distributed.fsdp, "fully_shard"):  # torch 2.5
         torch.distributed.fsdp.fully_shard = importlib.import_module(
             "torch.distributed._composable.fsdp"
@@ -71,6 +68,7 @@ def _prepare() -> None:
     if "weights_only" not in inspect.signature(trainer.fit).parameters:  # before Lightning 2.6
         trainer.fit = _without_weights_only(trainer.fit)  # type: ignore[method-assign]
     importlib.import_module("tests.helpers.ample_memory")
+    importlib.import_module("tests.helpers.trainers")
 
 
 def _without_weights_only(fit: Callable[..., None]) -> Callable[..., None]:
@@ -152,8 +150,11 @@ def _skips(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _freeze_imports(fifties: int) -> None:
-    """Freeze what was imported since, so that no garbage collection visits it."""
+def _freeze_imports(fifties_of_modules: int) -> None:
+    """Freeze all objects, so that no garbage collection visits what was imported.
+
+    Called before each test. The cache lets it run only after some fifty further imports.
+    """
     gc.collect()
     gc.freeze()
 

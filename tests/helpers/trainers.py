@@ -1,17 +1,22 @@
 """A quiet Trainer, records of what it logs, and a callback that records gradient norms."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
+
+# Otherwise each Trainer reads the metadata of every installed package.
+registry.entry_points = functools.cache(registry.entry_points)
 
 
 def quiet_trainer(**settings: Any) -> Trainer:

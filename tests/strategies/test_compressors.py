@@ -4,6 +4,8 @@ import math
 import os
 import queue
 import shutil
+import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -337,3 +339,22 @@ def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
 def test_invalid_arguments_raise(make, word):
     with pytest.raises(ValueError, match=word):
         make()
+
+
+def test_compiler_ends_if_its_priority_cannot_be_set(monkeypatch, tmp_path):
+    class Started(subprocess.Popen):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            children.append(self)
+
+    def refuse(*_):
+        raise PermissionError
+
+    children = []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    quantizer = Quantizer(4, 34)
+    quantizer.compile()
+    assert quantizer.compiled is None
+    assert children[0].returncode == -signal.SIGKILL

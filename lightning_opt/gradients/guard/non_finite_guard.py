@@ -312,8 +312,9 @@ class NonFiniteGuard(GradientCallback):
             faults = faults or [StepRecord(trainer.global_step, trainer.current_epoch)]
             faults[-1].kind, faults[-1].action = "nonfinite_weight", "rollback"
         if not self._snapshot or self._restores >= MAX_RESTORES:
-            for fault in (one for one in faults if one.action == "rollback"):
-                fault.action = "skip" if fault.kind in SPIKES else "raise"
+            for fault in faults:
+                if fault.action == "rollback":
+                    fault.action = "skip" if fault.kind in SPIKES else "raise"
         worst = max(faults, key=lambda fault: list(RESPONSES).index(fault.action))
         if worst.action == "rollback":
             self._snapshot.restore(trainer, self._tensors(pl_module))

@@ -107,7 +107,8 @@ def _backend_repeats_random_numbers() -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    name = str(getattr(InstructionTranslator.current_tx().output.compiler_fn, "__name__", ""))
+    compiler = InstructionTranslator.current_tx().output.compiler_fn
+    name = getattr(compiler, "__name__", "")
     return name in torch.compiler.list_backends() or name.startswith("aot_")
 
 

@@ -130,6 +130,25 @@ def test_uncopied_change_raises():
         before.restore()
 
 
+def test_preserved_restores_gradients_modes_and_state():
+    module, x = Busy(), torch.randn(5, 3)
+    module(x)
+    module.norm.weight.grad = gradient = torch.ones(3)
+    expected = state_of(module)
+    with preserved(module):
+        assert module.norm.weight.grad is None
+        noise = module(x)
+        module.eval()
+        module.norm.weight.requires_grad_(False)
+    assert module.norm.weight.grad is gradient
+    assert module.norm.weight.requires_grad
+    assert module.training
+    assert module.norm.training
+    torch.testing.assert_close(state_of(module)[:2], expected[:2], rtol=0.0, atol=0.0)
+    assert state_of(module)[2] == expected[2]
+    assert module(x) == noise
+
+
 def test_dict_subclasses_are_restored_except_frozen_ones():
     class Frozen(dict):
         def __setitem__(self, key, value):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.core.modules.trial import without_side_effects
-from tests.helpers.models import SmallNet, assert_same_weights, weights_of
+from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_side_effects
+from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights, weights_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -120,6 +120,51 @@ def test_trial_steps_do_not_change_the_run(callback: Any) -> None:
     plain, tried = fit(), fit(callback())
     assert tried.last == plain.last
     assert_same_weights(tried, plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_written_parameters_are_restored(compiled: bool) -> None:
+    class Trying(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if compiled:
+                module.student.compile(backend="eager")
+            before = [p.detach().clone() for p in module.parameters()]
+            written = WrittenParameters(module)
+            for error in (None, None, ZeroDivisionError):
+                try:
+                    with without_side_effects(trainer, module, written):
+                        module.training_step(batch, 0)
+                        changed.append(not torch.equal(module.teacher.weight, before[2]))
+                        if error:
+                            raise error
+                except ZeroDivisionError:
+                    pass
+                torch.testing.assert_close(list(module.parameters()), before, rtol=0, atol=0)
+            assert "training_step" not in vars(module)
+            step, rows, module.writes_batch = (
+                TrialStep(trainer, module, batch, index),
+                batch.clone(),
+                True,
+            )
+            for _ in range(2):
+                step.run()
+                torch.testing.assert_close(list(module.parameters()), before, rtol=0, atol=0)
+                assert torch.equal(batch, rows)
+
+    changed: list[bool] = []
+    fit(Trying(), max_steps=1)
+    assert changed == [True] * 3
+
+
+def test_no_optimizer_steps_under_manual_optimization() -> None:
+    class Trying(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            for optimizer in trainer.optimizers:
+                optimizer.param_groups[0]["momentum"] = 0.9
+            TrialStep(trainer, module, batch, index).run()
+            assert not any(optimizer.state for optimizer in trainer.optimizers)
+
+    quiet_trainer(callbacks=[Trying()], limit_train_batches=1).fit(AdversarialNet())
 
 
 def test_optimizers_of_torch_do_not_step_in_trials() -> None:

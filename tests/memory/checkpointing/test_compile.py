@@ -1,5 +1,6 @@
 """torch.compile before and after checkpointing, around the model and around blocks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +85,17 @@ def test_gradients_equal_those_without_checkpointing(where: str, plan: Any, norm
         torch._dynamo.reset()
 
 
+class Masked(nn.Module):
+    """A norm with a buffer that is only read, or with a number in its place."""
+
+    def __init__(self, width: int, has_buffer: bool = True) -> None:
+        super().__init__()
+        self.mask = nn.Buffer(torch.ones(width)) if has_buffer else 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
 class Compiled(Architecture):
     def __init__(self, norm: Any, where: str, backend: Any) -> None:
         super().__init__()
@@ -122,6 +134,25 @@ def test_dropout_repeats_its_mask_whatever_the_backend(where: str, backend: Any)
     plain = fit(lambda width: nn.Dropout(0.5), where, None)
     compiled = fit(lambda width: nn.Dropout(0.5), where, backend)
     torch.testing.assert_close(compiled.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("where", ["model", "blocks"])
+def test_reading_a_mask_changes_no_graph(where: str) -> None:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    sizes: list[int] = []
+
+    def aot_counting(graph: Any, inputs: Any) -> Any:
+        sizes.append(len(graph.graph.nodes))
+        return aot_eager(graph, inputs)
+
+    fit(partial(Masked, has_buffer=False), where, aot_counting)
+    plain = sizes.copy()
+    sizes.clear()
+    fit(Masked, where, aot_counting)
+    # A buffer is one more input, for each block of the graph.
+    assert len(plain) == len(sizes) == (1 if where == "model" else len(plain)) > 0
+    assert sizes == [size + (3 if where == "model" else 1) for size in plain]
 
 
 def test_trial_step_before_compilation_writes_no_buffer() -> None:
