@@ -247,9 +247,12 @@ class CurvaturePreconditioner(GradientCallback):
         with twice_differentiable_loss(NAME, trainer, module, *self._batch, self.fraction) as loss:
             product = hessian_product(loss, list(params.values()))
             sample = sample_diagonal(product, list(params.values()), generator)
+            has_loss = sample[0].new_tensor(loss is not None)
             del product, loss
-        mean = mean_over_ranks(sample, step_groups(trainer))
-        self._preconditioner.update(dict(zip(params, mean, strict=True)))
+        *mean, share = mean_over_ranks([*sample, has_loss], step_groups(trainer))
+        # If no rank has a loss, the estimate is 0 / 0, and `update` ignores it.
+        estimate = [part / (share > 0) for part in mean]
+        self._preconditioner.update(dict(zip(params, estimate, strict=True)))
 
     def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:
         averages = self._preconditioner.average().values()

@@ -298,6 +298,18 @@ def test_batch_whose_part_cannot_be_used_is_used_whole(net, odd):
     assert_same_weights(part, full)
 
 
+class LossOfOddBatches(SmallNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_batch_without_loss_is_no_estimate_of_zero():
+    callback = preconditioner(every_n_steps=1)
+    fit(LossOfOddBatches(), callback, batches=3, accumulate_grad_batches=3)  # the last has none
+    assert list(callback.state_dict()["mass"].values()) == [0.0] * 4
+
+
 class ChangesBatch(SmallNet):
     """Takes the targets out of its batch, and scales the inputs in place."""
 
