@@ -32,10 +32,10 @@ STEP_HOOKS = (
 
 EXPLANATION = [
     "Steps of a real Trainer, timed from the end of one step to the end of the next. `ms a step`: "
-    "mean wall time within a round, median over rounds. `of bare`: the time as a ratio to the bare "
-    "step, median over rounds; a row `bare step again` shows the noise of this ratio. `1 + hooks`: "
-    "1 plus the time in the callbacks' hooks as a share of the rest of the step, in CPU time on a "
-    "CPU and in wall time of the host on a GPU."
+    "mean wall time within a round, median over rounds. `time / bare`: the time as a ratio to the "
+    "bare step, median over rounds; a row `bare step again` shows the noise of this ratio. "
+    "`time / bare, hooks only`: 1 plus the time in the callbacks' hooks as a share of the rest of "
+    "the step, in CPU time on a CPU and in wall time of the host on a GPU."
 ]
 
 
@@ -55,8 +55,8 @@ class StepTimes:
         """Return the columns of a table; ``bare`` has the steps without callbacks."""
         return {
             "ms a step": round(1e3 * statistics.median(self.seconds), 3),
-            "of bare": round(median_ratio(self.seconds, bare.seconds), 3),
-            "1 + hooks": round(statistics.median(self.hooks), 4),
+            "time / bare": round(median_ratio(self.seconds, bare.seconds), 3),
+            "time / bare, hooks only": round(statistics.median(self.hooks), 4),
         }
 
 

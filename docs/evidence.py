@@ -53,7 +53,7 @@ def guard_row() -> tuple[str, str, str, str, str]:
     for model in ("40-tensor MLP", "9.5 M transformer"):
         bare = find("guard_cost", model=model, callbacks="bare step")["ms a step"]
         (guarded,) = (
-            row["1 + hooks"]
+            row["time / bare, hooks only"]
             for row in rows_of("guard_cost")
             if row["model"] == model and row["callbacks"].startswith("NonFiniteGuard(spike")
         )
@@ -86,7 +86,7 @@ def micro_batching_row() -> tuple[str, str, str, str, str]:
         f"of {runs} runs with a random memory limit, {right} finish with the right weights; "
         f"without it {plain}",
         "while everything fits, "
-        + longer(*((row["ms a bare step"], row["of the bare step"]) for row in costs)),
+        + longer(*((row["ms a bare step"], row["time / bare"]) for row in costs)),
         f"{record('micro_batching_survival', 'random limits')}; "
         f"{record('micro_batching_cost', 'cost')}",
     )
@@ -116,7 +116,7 @@ def clipping_row() -> tuple[str, str, str, str, str]:
     costs = (
         (
             find("clipping_cost", model=model, what="bare step")["us"] / 1000,
-            find("clipping_cost", model=model, what="AdaptiveClipping")["of step"],
+            find("clipping_cost", model=model, what="AdaptiveClipping")["step / bare"],
         )
         for model in ("40-tensor MLP", "9.5 M transformer")
     )
@@ -138,7 +138,7 @@ def compression_row() -> tuple[str, str, str, str, str]:
         (name, optimizer): find(
             "compression_accuracy", task="byte-level GPT, loss", optimizer=optimizer, ranks=2,
             strategy=name,
-        )["worse by"]
+        )["% worse"]
         for name in ("topk 1%", "int8")
         for optimizer in ("SGD", "AdamW")
     }  # fmt: skip
@@ -227,7 +227,7 @@ ALONE = {"compression": "no exchange", "diloco": "no network"}
 
 def strategy_table() -> str:
     """Return each strategy's step, as a multiple of one without an exchange, on two networks."""
-    head = "| strategy | 1 Gbit/s | 100 Mbit/s | fewer bytes |\n|---|---|---|---|\n"
+    head = "| strategy | 1 Gbit/s | 100 Mbit/s | compression ratio |\n|---|---|---|---|\n"
     lines = []
     for strategy, (name, row) in STRATEGIES.items():
         cells = []
@@ -236,6 +236,6 @@ def strategy_table() -> str:
                 find(name, ranks=2, network=network, strategy=found) for found in (row, ALONE[name])
             )
             cells.append(f"{own['step'] / alone['step']:.1f}")
-        cells.append(f"{float(format(own['fewer bytes'], '.2g')):g}")
+        cells.append(f"{float(format(own['compression ratio'], '.2g')):g}")
         lines.append(f"| {strategy} | {' | '.join(cells)} |")
     return head + "\n".join(lines)

@@ -59,8 +59,8 @@ GPU_SECONDS = 42.0
 
 COST_NOTE = (
     "`accumulate`: accumulate_grad_batches. `ms a bare step`: median step without MicroBatching. "
-    "`us added`: median step with MicroBatching minus the bare step, in microseconds. `of the bare "
-    "step`: ratio of a step with MicroBatching to the bare step before it, median."
+    "`us added`: median step with MicroBatching minus the bare step, in microseconds. "
+    "`time / bare`: ratio of a step with MicroBatching to the bare step before it, median."
 )
 ENDS_NOTE = (
     "`completed, right weights and samples`: as in a run without a limit. `one clear error`: the "
@@ -143,7 +143,7 @@ def measure_cost(
         "accumulate": accumulate,
         "ms a bare step": round(1e3 * statistics.median(bare), 3),
         "us added": round(1e6 * (statistics.median(with_us) - statistics.median(bare)), 1),
-        "of the bare step": round(statistics.median(ratios), 4),
+        "time / bare": round(statistics.median(ratios), 4),
     }
 
 
@@ -331,7 +331,7 @@ def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 **({"bare run completed": sum(bare)} if bare else {}),
                 "completed, right weights and samples": ends.pop("completed", 0),
                 "one clear error": ends.pop("one clear error", 0),
-                "anything else": sum(ends.values()),
+                "other outcome": sum(ends.values()),
                 "retries": sum(result["retries"] for result in own),
             }
         )

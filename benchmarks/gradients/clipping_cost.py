@@ -92,11 +92,11 @@ def measure(
             "model": name,
             "what": candidate,
             "us": round(cost * 1e6),
-            "of torch": round(median_ratio(values, seconds["torch clip_grad_norm_"]), 2),
-            "of step": round(1 + cost / bare, 3),
+            "time / torch": round(median_ratio(values, seconds["torch clip_grad_norm_"]), 2),
+            "step / bare": round(1 + cost / bare, 3),
         }
         if "zclip" in seconds:
-            row["of zclip"] = round(median_ratio(values, seconds["zclip"]), 2)
+            row["time / zclip"] = round(median_ratio(values, seconds["zclip"]), 2)
         rows.append(row)
     return rows
 
@@ -108,9 +108,9 @@ def main() -> None:
     device = arguments.device
     rounds = 4 if arguments.quick else 20 if device == "cuda" else 60
     notes = [
-        "`us`: median microseconds of one call. `of torch`, `of zclip`: its time as a ratio to "
-        "`clip_grad_norm_` and to the zclip package, median over rounds. `of step`: a step with "
-        "this call as a ratio to the bare step: (step + call) / step.",
+        "`us`: median microseconds of one call. `time / torch`, `time / zclip`: its time as a "
+        "ratio to `clip_grad_norm_` and to the zclip package, median over rounds. `step / bare`: a "
+        "step with this call as a ratio to the bare step: (step + call) / step.",
     ]
     rows = measure("40-tensor MLP", forty_tensor_mlp(), device, rounds, 20)
     report = lo.Report("Cost of clipping", rows, notes)

@@ -41,7 +41,7 @@ UNNAMED = ("Lightning's loop", "setup", "teardown", "between epochs", "other")
 
 COST_NOTE = (
     "`ms a bare step`: median step under PassThroughProfiler. `us added`: median step under "
-    "StepProfiler minus the bare step, in microseconds. `of the bare step`: ratio of a step under "
+    "StepProfiler minus the bare step, in microseconds. `time / bare`: ratio of a step under "
     "StepProfiler to the bare step before it, median."
 )
 ACCOUNT_NOTE = (
@@ -140,7 +140,7 @@ def measure_cost(name: str, module: Regression, pairs: int, device: str, **setti
         "model": name,
         "ms a bare step": round(1e3 * statistics.median(bare), 3),
         "us added": round(1e6 * (statistics.median(with_us) - statistics.median(bare)), 1),
-        "of the bare step": round(statistics.median(ratios), 4),
+        "time / bare": round(statistics.median(ratios), 4),
     }
 
 

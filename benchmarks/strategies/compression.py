@@ -413,8 +413,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows += rows_of(ranks, network, raw[place])
             notes = [
                 "`step`: time of a step, as a ratio to dense. `exchange`: the same after the time "
-                "of a step of `no exchange` is subtracted from both. `fewer bytes`: bytes that "
-                "dense sends, divided by bytes that the strategy sends, headers included. "
+                "of a step of `no exchange` is subtracted from both. `compression ratio`: bytes "
+                "that dense sends, divided by bytes that the strategy sends, headers included. "
                 f"Times are medians of {steps} steps, then medians over rounds. The first "
                 f"{LEFT_OUT} steps are not timed ({LEFT_OUT_OF_AUTO} for {AUTO}, which chooses its "
                 "compression in them).",
@@ -443,7 +443,7 @@ def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, A
                 "ms": round(1000 * statistics.median(own), 1),
                 "step": round(median_ratio(own, dense), 3),
                 "exchange": round(statistics.median(exchanges), 3),
-                "fewer bytes": round(statistics.median(fewer), 1) if fewer else None,
+                "compression ratio": round(statistics.median(fewer), 1) if fewer else None,
             }
         )
     return rows

@@ -189,7 +189,7 @@ def accuracy_report(scores: Scores) -> lo.Report:
         "Final scores, compared with plain DDP",
         rows,
         [
-            "`score`: mean of the final scores over seeds. `worse by`: mean difference to dense of "
+            "`score`: mean of the final scores over seeds. `% worse`: mean difference to dense of "
             "the same seed, in percentage points of accuracy or percent of the loss; negative is "
             "better. `spread`: standard deviation of this difference over seeds."
         ],
@@ -224,7 +224,7 @@ def rows_of(
                 "seeds": len(seeds),
                 "strategy": name,
                 "score": round(statistics.mean(own), 3),
-                "worse by": round(statistics.mean(worse), 2),
+                "% worse": round(statistics.mean(worse), 2),
                 "spread": round(statistics.pstdev(worse), 2),
             }
         )

@@ -95,7 +95,7 @@ def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, A
             "rounds": len(own),
             "ms": round(1000 * statistics.median(own), 1),
             "step": round(median_ratio(own, seconds[NONE]), 3),
-            "fewer bytes": round(dense / statistics.median(sent[name]), 1)
+            "compression ratio": round(dense / statistics.median(sent[name]), 1)
             if name != NONE
             else None,
         }
@@ -132,9 +132,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         notes = [
             "`H`: steps of a window, that is between two exchanges. `step`: time of a step, as a "
             f"ratio to training without a network. Times are means over {WINDOWS} windows, after "
-            f"{WARMUP} untimed windows, then medians over rounds. `fewer bytes`: bytes that a ring "
-            "all-reduce of the gradients would send per step, divided by bytes that the strategy "
-            f"sends per step, headers included. `diloco_streaming`: {STREAMING}."
+            f"{WARMUP} untimed windows, then medians over rounds. `compression ratio`: bytes that "
+            "a ring all-reduce of the gradients would send per step, divided by bytes that the "
+            f"strategy sends per step, headers included. `diloco_streaming`: {STREAMING}."
         ]
         title = "Step time of DiLoCo with 33.6 MB of weights, compared with no network"
         publish("diloco", lo.Report(title, rows, notes), arguments, found=raw)

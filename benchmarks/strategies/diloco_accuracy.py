@@ -158,13 +158,13 @@ def report_of(scores: dict[str, Any], steps: int, task: str) -> lo.Report:
                 "seeds": len(own),
                 "score": round(statistics.median(one["score"] for one in own.values()), 4),
                 "spread": round(statistics.pstdev(one["score"] for one in own.values()), 4),
-                "worse by": round(distance(name), 2),
+                "% worse": round(distance(name), 2),
                 **(
-                    {"worse by / Top-K's": round(distance(name) / distance(COMPARED), 2)}
+                    {"% worse / Top-K's": round(distance(name) / distance(COMPARED), 2)}
                     if known
                     else {}
                 ),
-                "fewer bytes": round(next(iter(dense.values()))["bytes"] / sent, 1),
+                "compression ratio": round(next(iter(dense.values()))["bytes"] / sent, 1),
             }
         )
     rates = ", ".join(map(str, RATES[task]))
@@ -174,7 +174,7 @@ def report_of(scores: dict[str, Any], steps: int, task: str) -> lo.Report:
         rows,
         [
             f"`best rate`: the best learning rate for seed 0, out of {rates}. `score`: median over "
-            "seeds. `spread`: its standard deviation over seeds. `worse by`: difference to dense, "
+            "seeds. `spread`: its standard deviation over seeds. `% worse`: difference to dense, "
             "in percent of the loss or percentage points of accuracy, median over seeds. `fewer "
             "bytes`: bytes that dense sends per step, divided by bytes that the method sends.",
             "Methods: H is the number of steps between two exchanges; outer is followed by the "
