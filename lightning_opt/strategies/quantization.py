@@ -203,10 +203,11 @@ def main(bits: int, block: int, folder: str) -> None:
     exported = torch.export.export(
         module, arguments, dynamic_shapes=shapes.dynamic_shapes(module, arguments)
     )
+    configs = {"cpp.dynamic_threads": True}
+    if hasattr(torch._inductor.config.aot_inductor, "precompile_headers"):  # newer torch
+        configs["aot_inductor.precompile_headers"] = False  # takes longer for one source file
     part = torch._inductor.aoti_compile_and_package(
-        exported,
-        package_path=f"{folder}/part.pt2",
-        inductor_configs={"cpp.dynamic_threads": True},
+        exported, package_path=f"{folder}/part.pt2", inductor_configs=configs
     )
     Path(part).replace(f"{folder}/encode.pt2")
 
