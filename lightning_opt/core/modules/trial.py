@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,13 +52,13 @@ def without_side_effects(
         stack.enter_context((written or WrittenParameters(module)).restored())
         stack.enter_context(isolated_random(module.device))
         stack.enter_context(preserved(module))
-        stack.enter_context(
-            replaced(
-                module,
-                log=lambda *args, **kwargs: None,  # not `do_nothing`: it calls a callable argument
-                manual_backward=lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
-            )
-        )
+        # Not `do_nothing`: it calls a callable argument.
+        stack.enter_context(replaced(module, log=lambda *args, **kwargs: None))
+        if getattr(trainer.strategy.model, "find_unused_parameters", False):
+            backward = functools.partial(_backward_without_hooks, module)
+            stack.enter_context(replaced(module, manual_backward=backward, backward=backward))
+        else:
+            stack.enter_context(replaced(module, manual_backward=Tensor.backward))
         wrapped = module.optimizers()
         wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
         for optimizer in (*wrapped, *trainer.optimizers):
@@ -68,6 +68,29 @@ def without_side_effects(
         silent = [SilentLogger(logger) for logger in trainer.loggers]
         stack.enter_context(replaced(trainer, _loggers=silent))
         yield
+
+
+def _backward_without_hooks(
+    module: nn.Module,
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Iterable[Tensor] | None = None,
+) -> None:
+    """Accumulate gradients like ``loss.backward``, without the hooks of DDP.
+
+    With ``find_unused_parameters``, DDP's hooks count the parameters of a trial as used in the next
+    step. DDP fails if that step does not use them.
+    """
+    targets = module.parameters() if inputs is None else inputs
+    targets = [target for target in targets if target.requires_grad]
+    found = torch.autograd.grad(
+        loss, targets, gradient, retain_graph, create_graph, allow_unused=True
+    )
+    for target, new in zip(targets, found, strict=True):
+        if new is not None:
+            target.grad = new if target.grad is None else target.grad + new
 
 
 class SilentLogger:

@@ -186,17 +186,59 @@ def test_optimizers_of_torch_do_not_step_in_trials() -> None:
     assert steps
 
 
-def train_static_graphs() -> None:
-    def weights(*callbacks: Any) -> dict[str, Tensor]:
-        strategy = DDPStrategy(static_graph=True, process_group_backend="gloo")
+class TwoOptimizers(SmallNet):
+    """Optimizes its layers in turn, so that no backward pass uses all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.step(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layer[place].parameters(), lr=0.1) for place in (0, 2)]
+
+
+class Alternating(SmallNet):
+    """Uses one of two heads by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.calls = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), 0
+
+    def step(self, batch: Any) -> Tensor:
+        self.calls += 1
+        return self.heads[self.calls % 2](super().step(batch).view(1)).sum()
+
+
+class TriesFirstStep(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            TrialStep(trainer, module, batch, batch_idx).run()
+
+
+def train_under_ddp() -> None:
+    def weights(model: type[SmallNet], *callbacks: Any, **settings: bool) -> dict[str, Tensor]:
+        strategy = DDPStrategy(process_group_backend="gloo", **settings)
         trainer = quiet_trainer(callbacks=[*callbacks], devices=2, strategy=strategy, max_steps=4)
-        trainer.fit(model := SmallNet())
-        return weights_of(model)
+        torch.manual_seed(0)
+        trainer.fit(net := model())
+        return weights_of(net)
 
-    expected = weights()
-    for callback in (lo.Accumulation(), lo.DataPipelineTuner(max_workers=0, verbose=False)):
-        assert_same_weights(weights(callback), expected)
+    tuner = lo.DataPipelineTuner(max_workers=0, verbose=False)
+    expected = weights(SmallNet, static_graph=True)
+    for callback in (lo.Accumulation(), tuner):
+        assert_same_weights(weights(SmallNet, callback, static_graph=True), expected)
+    for model in (TwoOptimizers, Alternating):
+        expected = weights(model, find_unused_parameters=True)
+        assert_same_weights(weights(model, TriesFirstStep(), find_unused_parameters=True), expected)
 
 
-def test_trials_leave_the_first_iteration_of_a_static_graph_to_ddp():
-    launch(train_static_graphs)
+def test_trials_do_not_change_what_ddp_knows_about_parameters():
+    launch(train_under_ddp)
