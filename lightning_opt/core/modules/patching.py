@@ -1,13 +1,15 @@
 """Patches objects of other libraries and of the user, and undoes the patches.
 
 :func:`replaced` sets attributes and stores the previous values. :class:`ReplacedForward` is stored
-in the module and holds a reference to the ``forward`` below it, so that a patched module can be
-copied and pickled.
+in the module and holds a reference to the ``forward`` below it. A deep copy of a patched module is
+patched too; a pickled one is not.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -92,6 +94,17 @@ class ReplacedForward:
     def __signature__(self) -> inspect.Signature:
         # Keep the original signature: callers inspect it.
         return inspect.signature(self.original)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a file the module has the ``forward`` below, and does not need this package."""
+        if self.shadowed is None:
+            return getattr, (self.module, "forward")  # of the class: attributes are loaded later
+        return operator.getitem, ([self.shadowed], 0)
 
     def apply(self) -> None:
         vars(self.module)["forward"] = self

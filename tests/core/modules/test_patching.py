@@ -1,16 +1,19 @@
 """Patches look like the original and can be undone in any order."""
 
+import copy
 import inspect
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import lightning_opt as lo
 from lightning_opt.core.modules.patching import ReplacedForward, replaced
-from tests.helpers.models import SmallNet
+from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -30,7 +33,37 @@ def test_replaced_forward_keeps_the_signature():
     for _ in range(2):
         Doubled(net).apply()
         assert inspect.signature(net.forward) == expected
-    assert inspect.signature(pickle.loads(pickle.dumps(net)).forward) == expected
+
+
+def test_pickled_module_has_its_own_forward_and_does_not_need_this_package():
+    net = nn.Sequential(Net(), Net())
+    net[1].forward = partial(net[1].forward, scale=3)
+    for part in (*net, *net):
+        Doubled(part).apply()
+    assert copy.deepcopy(net)(1) == net(1) == 4 * 4 * 3
+    data = pickle.dumps(net)
+    assert not any(word in data for word in (b"lightning_opt", b"Doubled"))
+    assert pickle.loads(data)(1) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'part' is an instance of `nn.Module`")
+@pytest.mark.parametrize(
+    "callback",
+    [lo.CompileModel(backend="eager"), lo.ActivationCheckpointing("custom", modules=["layer"])],
+)
+def test_checkpoint_may_hold_a_patched_module(callback, tmp_path):
+    class Given(SmallNet):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = part
+
+    model = Given(SmallNet().layer)
+    saved = ModelCheckpoint(tmp_path, save_last=True)
+    quiet_trainer(callbacks=[callback, saved], enable_checkpointing=True).fit(model, loader_of(4))
+    loaded = Given.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    assert_same_weights(loaded, model)
+    quiet_trainer(callbacks=[callback]).fit(loaded, loader_of(4))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
