@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 import sys
@@ -15,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_opt.core.arguments import check_one_of, check_positive
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.measure.memory import MB
-from lightning_opt.tuner.probe import Facts
+from lightning_opt.tuner.probe import Facts, TrialWatch
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.search import (
     OBJECTIVES,
@@ -103,19 +104,15 @@ def autotune(
         >>> trainer = L.Trainer(**result.trainer_kwargs(max_epochs=3))  # doctest: +SKIP
     """
     _check_rank()
-    seconds = parse_budget(budget)
     check_candidates(candidates)
-    goal = Objective(
-        check_one_of("objective", objective, tuple(OBJECTIVES)),
-        check_positive("max_slowdown", max_slowdown),
-    )
+    check_one_of("objective", objective, tuple(OBJECTIVES))
     return Tuning(
         model=check_factory("model", model),
         data=check_factory("data", data),
         base=check_settings("base", base),
         candidates=candidates,
-        objective=goal,
-        budget=seconds,
+        objective=Objective(objective, check_positive("max_slowdown", max_slowdown)),
+        budget=parse_budget(budget),
         timeout=None if timeout is None else check_positive("timeout", timeout),
         progress=progress,
     ).run()
@@ -190,8 +187,8 @@ class Tuning:
         baseline = self._baseline
         self._print("trying the baseline")
         baseline.ensure_running()
-        # The budget excludes the baseline's start, which may take longer than the budget.
-        self._trials.deadline = time.monotonic() + self.budget
+        # Even a budget that is shorter than the baseline's start allows one trial.
+        self._trials.deadline = time.monotonic() + max(self.budget, 2 * baseline.startup)
         observed = baseline.observations
         self._space = Space(self.objective.name, observed.facts, self.candidates, self.base)
         peak = baseline.peak_after(len(observed.losses))
@@ -233,42 +230,32 @@ class Tuning:
         trial.cost = round(time.monotonic() - started, 2)
         shares = {"time": trial.ratio, "memory": trial.peak_ratio}
         parts = [f"{name} x {share:.3f}" for name, share in shares.items() if share]
-        self._print(f"{trial.name}: {', '.join(filter(None, [trial.verdict, *parts]))}")
+        self._print(f"{trial.name}: {', '.join([trial.verdict, *parts])}")
         return trial
 
     def _remeasure(self, search: Search) -> Switches:
         """Measure the best configurations again in new processes. Return the winner."""
         repeated: set[Switches] = set()
-        while (switches := search.next_to_remeasure(repeated)) is not None:
-            try:
-                again = self._measure_and_print(switches)
-            except TimeIsUp:
-                break
-            repeated.add(switches)
-            self._by_switches[switches] = again = again.pooled(self._by_switches[switches])
-            search.outcomes[switches] = self.objective.outcome(again)
+        with contextlib.suppress(TimeIsUp):
+            while (switches := search.next_to_remeasure(repeated)) is not None:
+                again = self._measure_and_print(switches).pooled(self._by_switches[switches])
+                repeated.add(switches)
+                self._by_switches[switches] = again
+                search.outcomes[switches] = self.objective.outcome(again)
         return search.winner()
 
     def start(self, switches: Switches, reseed: int) -> Run:
         """Start the process of a configuration. ``reseed`` is added to its random seed."""
         self._processes += 1
         file = self._folder / f"{self._processes}.pt"
-        watch = {
-            "class_path": "lightning_opt.tuner.probe.TrialWatch",
-            "init_args": {"file": str(file), "reseed": reseed},
-        }
-        process = TrainingProcess(
-            self.model,
-            self.data,
-            self._space.settings(switches, {"callbacks": [watch], **LIMITS}),
-            timeout=start_timeout(self.budget, self._baseline.startup, self.timeout),
-        )
-        return Run(process, file)
+        watched = {"callbacks": [TrialWatch(file, reseed)], **LIMITS}
+        settings = self._space.settings(switches, watched)
+        timeout = start_timeout(self.budget, self._baseline.startup, self.timeout)
+        return Run(TrainingProcess(self.model, self.data, settings, timeout=timeout), file)
 
     def _print(self, text: str) -> None:
         if self.progress:
             sys.stderr.write(text + "\n")
-            sys.stderr.flush()
 
 
 def start_timeout(budget: float, baseline_startup: float, given: float | None) -> float:

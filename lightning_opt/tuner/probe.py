@@ -89,7 +89,7 @@ class TrialWatch(BaseCallback):
         reseed: Number added to the random seed at the first batch.
     """
 
-    def __init__(self, file: str = "watch.pt", reseed: int = 0) -> None:
+    def __init__(self, file: str | Path, reseed: int = 0) -> None:
         self._file, self._reseed = Path(file), reseed
         self._facts: dict[str, Any] = {}
         self._gradients: list[dict[str, Tensor]] = []
@@ -104,7 +104,15 @@ class TrialWatch(BaseCallback):
             for name, parameter in _named_parameters(pl_module)
             if parameter.requires_grad and not is_lazy(parameter) and parameter.numel()
         }
-        self._facts = facts_of(trainer, pl_module)
+        device = trainer.strategy.root_device.type
+        self._facts = {
+            "device": device,
+            "why_no_bf16": why_no_bf16(device) or "",
+            "threads": torch.get_num_threads(),
+            "cpus": available_cpus(),
+            "blocks": len(find_blocks(pl_module)),
+            "convolutions": Convolutions(pl_module).count,
+        }
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -160,15 +168,3 @@ def _sample(values: Tensor) -> Tensor:
     local = local_part(values.detach())
     flat = (local.to_dense() if local.is_sparse else local).flatten()
     return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().clone()
-
-
-def facts_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    device = trainer.strategy.root_device
-    return {
-        "device": device.type,
-        "why_no_bf16": why_no_bf16(device.type) or "",
-        "threads": torch.get_num_threads(),
-        "cpus": available_cpus(),
-        "blocks": len(find_blocks(module)),
-        "convolutions": Convolutions(module).count,
-    }

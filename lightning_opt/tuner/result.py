@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,15 +153,15 @@ class TuneResult:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        forms: dict[str, Callable[[], str]] = {
-            "result.json": self.to_json,
-            "report.md": lambda: f"{self.table.to_markdown()}\n\n{self.explain()}\n",
+        texts = {
+            "result.json": self.to_json(),
+            "report.md": f"{self.table.to_markdown()}\n\n{self.explain()}\n",
         }
         if self.settings is not None:
-            forms["trainer.yaml"] = self.to_yaml
-        for name, form in forms.items():
-            (folder / name).write_text(form(), encoding="utf-8")
-        return [folder / name for name in forms]
+            texts["trainer.yaml"] = self.to_yaml()
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return [folder / name for name in texts]
 
     def __repr__(self) -> str:
         return f"TuneResult({' + '.join(self.switches) or 'change nothing'})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -186,11 +187,9 @@ class Search:
     def run(self) -> Switches:
         """Search, and return the best configuration; empty if none is better than the baseline."""
         self.outcomes[()] = Outcome(1.0, 1.0)
-        try:
+        with contextlib.suppress(TimeIsUp):
             self._search()
             self.complete = True
-        except TimeIsUp:
-            pass
         return self.winner()
 
     def _search(self) -> None:

@@ -235,9 +235,8 @@ class Trials:
         return trial
 
     def _try(self, switches: Switches) -> Trial:
-        trial, run = Trial(switches, pairs_by_start=[[]]), None
+        trial, run = Trial(switches, pairs_by_start=[[]]), self._start(switches, 0)
         try:
-            run = self._start(switches, 0)
             self._time(trial, run)
             trial.losses, trial.peak = run.losses, run.peak
             self._set_verdict(trial, run)
@@ -247,21 +246,18 @@ class Trials:
             trial.verdict, trial.why = failure.kind, failure.message
             trial.details = failure.details[-4000:]
         finally:
-            if run is not None:
-                run.close()
+            run.close()
         return trial
 
     def _time(self, trial: Trial, run: Run) -> None:
-        # A start may take twice as long as the baseline's, even if less of the budget is left.
-        deadline = max(self.deadline, time.monotonic() + 2 * self.baseline.startup)
-        (first,) = run.advance(1, deadline)
-        if not self._is_too_slow(trial, run, deadline):
+        (first,) = run.advance(1, self.deadline)
+        if not self._is_too_slow(trial, run):
             # Recording gradients takes time, so these updates precede all timed steps.
-            run.advance(max(1, COMPARED_UPDATES - len(run.losses)), deadline)
-            self._take_turns(trial, run, deadline, first)
+            run.advance(max(1, COMPARED_UPDATES - len(run.losses)), self.deadline)
+            self._take_turns(trial, run, first)
             trial.startup = max(0.0, first - (trial.seconds or 0.0))
 
-    def _is_too_slow(self, trial: Trial, run: Run, deadline: float) -> bool:
+    def _is_too_slow(self, trial: Trial, run: Run) -> bool:
         """Take some steps. If the run is too slow, set the verdict and return True."""
         # The whole machine may be slow at the moment, so the baseline takes a turn too.
         turn_seconds = self.baseline.take_turn(self._turn_steps(run))
@@ -269,21 +265,21 @@ class Trials:
         seconds: list[float] = []
         # The second step may compile again, and short steps are slow at first.
         while len(seconds) < 4 or math.fsum(seconds) < self.baseline.block_seconds:
-            seconds += run.advance(1, deadline)
+            seconds += run.advance(1, self.deadline)
             if min(seconds) <= self.objective.give_up_ratio * reference:
                 return False
         trial.verdict, trial.why = "too slow", f"stopped after {len(run.losses)} steps"
         trial.ratio, trial.seconds = min(seconds) / reference, min(seconds)
         return True
 
-    def _take_turns(self, trial: Trial, run: Run, deadline: float, startup: float) -> None:
+    def _take_turns(self, trial: Trial, run: Run, startup: float) -> None:
         """Alternate between the baseline and the run until the ratio is precise or time is up."""
         started, steps = time.monotonic(), self._turn_steps(run)
 
         def take_turn() -> float:
             # A faster run takes more steps in a turn, because workers deliver batches in bursts.
             own_steps = min(MAX_STEPS_PER_BLOCK, round(steps / (trial.ratio or 1.0)))
-            return statistics.fmean(run.advance(max(steps, own_steps), deadline))
+            return statistics.fmean(run.advance(max(steps, own_steps), self.deadline))
 
         timers = {"baseline": lambda: self.baseline.take_turn(steps), "trial": take_turn}
         turns = max(1, self.baseline.steps_per_block // steps)

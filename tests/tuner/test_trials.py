@@ -227,6 +227,15 @@ def test_unresponsive_trial_raises_when_the_budget_ends(tmp_path: Path, step: in
     assert trials["a",].verdict == "timeout"
 
 
+def test_trial_ends_with_the_budget_even_if_the_baseline_started_slowly(tmp_path: Path) -> None:
+    world = world_of(tmp_path, a=Plan(fails=(0, "timeout")))
+    baseline = Baseline(world.start, 0.5, startup=60.0)
+    baseline.ensure_running()
+    with pytest.raises(TimeIsUp):
+        Trials(world.start, baseline, Objective(), time.monotonic() + 5).measure(("a",))
+    baseline.close()
+
+
 def test_turn_with_little_time_does_not_shorten_the_next_one(tmp_path: Path) -> None:
     process = SimulatedProcess(world_of(tmp_path), (), tmp_path / "0.pt")
     run = Run(cast(Any, process), tmp_path / "0.pt")
