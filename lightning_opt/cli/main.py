@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 OK = 0
@@ -72,10 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:  # noqa: BLE001 - every error is printed as one sentence
-        if debug:
-            import traceback
-
-            traceback.print_exc()
         return _report_error(error, debug)
 
 
@@ -125,6 +122,8 @@ def _environment() -> Iterator[None]:
 
 
 def _report_error(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
     if isinstance(error, UsageError):
         sys.stderr.write(f"error: {error}\n")
         return USAGE

@@ -23,7 +23,6 @@ from lightning_opt.cli.parsing import (
     preset_of,
     split_names,
 )
-from lightning_opt.cli.targets import Targets
 from lightning_opt.data.pipeline.data_monitor import DataMonitor
 from lightning_opt.gradients.health.gradient_health import GradientHealth
 from lightning_opt.memory.leaks.leak_detector import LeakDetector
@@ -64,8 +63,7 @@ BENCH_EXAMPLES = """\
 
 
 def run_tune(argv: Sequence[str]) -> int:
-    targets = Targets(argv)
-    parser = make_parser("tune", TUNE, TUNE_EXAMPLES, targets.package)
+    parser, targets = make_parser(argv, "tune", TUNE, TUNE_EXAMPLES)
     add_options(
         parser,
         ("--objective", str, "throughput", "NAME",
@@ -106,8 +104,7 @@ def run_tune(argv: Sequence[str]) -> int:
 
 
 def run_bench(argv: Sequence[str]) -> int:
-    targets = Targets(argv)
-    parser = make_parser("bench", BENCH, BENCH_EXAMPLES, targets.package)
+    parser, targets = make_parser(argv, "bench", BENCH, BENCH_EXAMPLES)
     add_options(
         parser,
         ("--preset", str | None, None, "NAMES",
@@ -190,8 +187,7 @@ DOCTOR_EXAMPLES = """\
 
 
 def run_profile(argv: Sequence[str]) -> int:
-    targets = Targets(argv)
-    parser = make_parser("profile", PROFILE, PROFILE_EXAMPLES, targets.package)
+    parser, targets = make_parser(argv, "profile", PROFILE, PROFILE_EXAMPLES)
     parser.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
     add_preset(parser, None)
     parser.add_argument("--out", type=str | None, metavar="FOLDER", help="Where to write the page.")
@@ -205,8 +201,7 @@ def run_profile(argv: Sequence[str]) -> int:
 
 
 def run_doctor(argv: Sequence[str]) -> int:
-    targets = Targets(argv)
-    parser = make_parser("doctor", DOCTOR, DOCTOR_EXAMPLES, targets.package)
+    parser, targets = make_parser(argv, "doctor", DOCTOR, DOCTOR_EXAMPLES)
     parser.add_argument("--steps", type=PositiveInt, default=100, help="Optimizer steps to train.")
     add_preset(parser, "basic")
     parser.add_argument("--strict", action="store_true", help="Exit with 1 if there is a problem.")
@@ -250,7 +245,7 @@ def _fit(job: Job, profiler: StepProfiler, callbacks: Sequence[pl.Callback] = ()
     seed_everything(job.seed, workers=True, verbose=False)
     model, data = job.model(), job.data()
     package = package_of(model)
-    given = {name: instantiate(value, package) for name, value in job.trainer.items()}
+    given = instantiate(job.trainer, package)
     all_callbacks = take_callbacks(given)
     classes = {type(callback) for callback in all_callbacks}
     all_callbacks += [one for one in (RunReport(), *callbacks) if type(one) not in classes]

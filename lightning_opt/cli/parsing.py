@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jsonargparse import ActionConfigFile, ArgumentError, DefaultHelpFormatter, Namespace  # type: ignore[attr-defined]
@@ -56,12 +55,14 @@ class Job(NamedTuple):
 
 
 def make_parser(
-    command: str, description: str, examples: str, package: ModuleType
-) -> LightningArgumentParser:
-    """Return a parser with all options of the package's LightningCLI.
+    argv: Sequence[str], command: str, description: str, examples: str
+) -> tuple[LightningArgumentParser, Targets]:
+    """Return a parser with all options of LightningCLI, and the command line's targets.
 
     The help shows only the command's own options, which the caller adds.
     """
+    targets = Targets(argv)
+    package = targets.package
     cli = cli_of(package)
     parser: LightningArgumentParser = cli.LightningArgumentParser(
         prog=f"lightning-opt {command}",
@@ -92,7 +93,7 @@ def make_parser(
         action=ActionConfigFile,
         help="A LightningCLI configuration. May be repeated; later ones win.",
     )
-    return parser
+    return parser, targets
 
 
 def add_options(parser: Any, *options: tuple[str, Any, Any, str, str]) -> None:

@@ -59,25 +59,22 @@ def fit_class(base: Any) -> Any:
             add_preset(group, None)
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
-            trainer = self._trainer_with_preset(**kwargs)
-            if not any(isinstance(callback, RunReport) for callback in trainer.callbacks):
-                trainer.callbacks.insert(0, RunReport())
-            return trainer
-
-        def _trainer_with_preset(self, **kwargs: Any) -> Any:
             config = self.config.fit
             # Remove them, because a plain LightningCLI cannot read a configuration that has them.
             name, without = config.pop("preset"), config.pop("without")
             preset = chosen_preset(name, without)
-            if preset is None:
-                return super().instantiate_trainer(**kwargs)
-            instances = self.config_init.fit.trainer
-            given = {name: instances[name] for name in given_arguments(config.trainer)}
-            entries = {"callbacks": config.trainer.as_dict()["callbacks"]}
-            chosen = join(preset.choose(**given), Part.to_config, entries)
-            for argument, value in chosen.items():
-                config.trainer[argument] = value
-            return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
+            if preset is not None:
+                instances = self.config_init.fit.trainer
+                given = {name: instances[name] for name in given_arguments(config.trainer)}
+                entries = {"callbacks": config.trainer.as_dict()["callbacks"]}
+                chosen = join(preset.choose(**given), Part.to_config, entries)
+                for argument, value in chosen.items():
+                    config.trainer[argument] = value
+                kwargs |= preset.trainer_kwargs(**given)
+            trainer = super().instantiate_trainer(**kwargs)
+            if not any(isinstance(callback, RunReport) for callback in trainer.callbacks):
+                trainer.callbacks.insert(0, RunReport())
+            return trainer
 
     return Fit
 

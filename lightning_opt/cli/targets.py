@@ -23,7 +23,7 @@ from lightning_opt.trainer.lightning import (
     LightningModule,
     package_of,
 )
-from lightning_opt.worker.recipes import import_attribute
+from lightning_opt.worker.recipes import import_attribute, import_source
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -131,7 +131,7 @@ class Targets:
                     model = content.get("model") or model
         path = model.get("class_path") if isinstance(model, Mapping) else model
         try:
-            return package_of(look_up(":".join(str(path).rsplit(".", 1))))
+            return package_of(look_up(as_target(str(path))))
         except (ImportError, UsageError, ValueError):
             return DEFAULT  # the parser raises later
 
@@ -139,8 +139,8 @@ class Targets:
         """Return a recipe for an entry of the parsed configuration."""
         if entry is None:
             return None
-        place = self._targets.get(entry.class_path, ":".join(entry.class_path.rsplit(".", 1)))
-        return Recipe(place, entry, *more)
+        target = self._targets.get(entry.class_path, as_target(entry.class_path))
+        return Recipe(target, entry, *more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
         """Return the option and its value as an import path."""
@@ -163,6 +163,11 @@ def cli_of(package: ModuleType) -> Any:
     return importlib.import_module(f"{package.__name__}.cli")
 
 
+def as_target(class_path: str) -> str:
+    """Convert ``module.Class`` to ``module:Class``."""
+    return ":".join(class_path.rsplit(".", 1))
+
+
 def class_names(module: ModuleType) -> list[str]:
     classes = {name: value for name, value in vars(module).items() if inspect.isclass(value)}
     return [name for name, value in classes.items() if value.__module__ == module.__name__]
@@ -183,12 +188,10 @@ def look_up(target: str) -> Any:
 
 def find_module(place: str) -> ModuleType:
     """Import a module by its name or its file."""
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
+    if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"There is no file {place}.")
     try:
-        name = import_attribute(f"{Path(place).resolve()}:__name__") if is_file else place
-        return importlib.import_module(name)
+        return import_source(place)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise UsageError(

@@ -67,8 +67,8 @@ else:
     pl = PACKAGES[0]
 
 
-def package_of(owner: object, default: Any = DEFAULT) -> Any:
-    """Return the package of an object, a class or a module; ``default`` if it has none."""
+def package_of(owner: object) -> Any:
+    """Return the package of an object, a class or a module; ``DEFAULT`` if it has none."""
     owner = getattr(owner, "_orig_mod", owner)  # torch.compile wraps a module
     kind = owner if isinstance(owner, type) else type(owner)
     names = [base.__module__ for base in kind.__mro__]
@@ -77,7 +77,7 @@ def package_of(owner: object, default: Any = DEFAULT) -> Any:
     for name in [owner.__name__] if isinstance(owner, ModuleType) else names:
         if (first := name.partition(".")[0]) in packages:
             return packages[first]
-    return default
+    return DEFAULT
 
 
 def _both(kind: Callable[..., T]) -> tuple[type[T], ...]:

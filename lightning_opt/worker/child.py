@@ -230,6 +230,9 @@ class Worker:
         self._requests: queue.Queue[int] = queue.Queue()
 
     def run(self) -> None:
+        faulthandler.enable()
+        if hasattr(signal, "SIGUSR1"):
+            faulthandler.register(signal.SIGUSR1)  # writes the stacks to the log
         gate = StepGate(self._exchange)
         try:
             payload = pickle.loads((self._folder / PAYLOAD).read_bytes())
@@ -265,8 +268,7 @@ class Worker:
             device = trainer.strategy.root_device
             if device.type == "cuda":
                 self._meter, self._baseline = PeakMeter(device), 0
-            place = {"device": str(device), "devices": trainer.world_size}
-            self._send("ready", place | {"pid": os.getpid()})
+            self._send("ready")
         return self._requests.get()
 
     def _send_steps(self, steps: list[Step]) -> None:
@@ -293,15 +295,8 @@ class Worker:
 def train(connection: Connection, state: ProcessState, folder: str) -> None:
     state.apply(str(Path(folder) / LOG))
     sys.argv[:] = [__file__, folder]  # Lightning repeats them to start the other ranks
-    start(connection)
-
-
-def start(connection: Connection | None) -> None:
-    faulthandler.enable()
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1)  # writes the stacks to the log
-    Worker(Path(sys.argv[1]), connection).run()
+    Worker(Path(folder), connection).run()
 
 
 if __name__ == "__main__":
-    start(None)
+    Worker(Path(sys.argv[1]), None).run()

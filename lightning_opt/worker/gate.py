@@ -24,7 +24,6 @@ from lightning_opt.trainer.lightning import (
     BaseCallback,
     Checkpoint,
     EarlyStopping,
-    LightningDataModule,
     LightningModule,
     MultiProcessingLauncher,
     package_of,
@@ -233,9 +232,10 @@ def run(model: Factory, data: Factory, settings: Settings, gate: StepGate, seed:
         raise TypeError(f"model must make a LightningModule, got {type(module).__name__}.")
     package = package_of(module)
     reseed()
-    arguments = {**RUN_DEFAULTS, **instantiate(as_mapping(settings), package)}
-    if arguments["logger"]:  # measurements must not appear among the user's runs
-        arguments["logger"] = package.loggers.logger.DummyLogger()
+    given = {**RUN_DEFAULTS, **as_mapping(settings)}
+    if given["logger"]:  # the user's logger is not created, because it may start a run of its own
+        given["logger"] = package.loggers.logger.DummyLogger()
+    arguments = instantiate(given, package)
     trainer: pl.Trainer = package.Trainer(callbacks=[*take_callbacks(arguments), gate], **arguments)
     if isinstance(trainer.strategy.launcher, MultiProcessingLauncher) or trainer.num_nodes > 1:
         raise ValueError(
@@ -245,7 +245,6 @@ def run(model: Factory, data: Factory, settings: Settings, gate: StepGate, seed:
     reseed()
     source = make("data", data)
     reseed()
-    datamodule = source if isinstance(source, LightningDataModule) else None
     with contextlib.suppress(Stopped):
-        trainer.fit(module, None if datamodule else source, datamodule=datamodule)
+        trainer.fit(module, source)  # `source` may be a LightningDataModule
     return trainer

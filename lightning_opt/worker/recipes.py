@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -24,6 +25,9 @@ Settings: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | str
 
 SEARCHED_MODULES = ("callbacks", "strategies", "plugins", "loggers", "profilers")
 """Modules of Lightning that are searched for a ``class_path`` without a module."""
+
+ENTRY = {"class_path", "init_args", "dict_kwargs"}
+"""Keys of an object in a LightningCLI configuration. ``dict_kwargs`` are for ``**kwargs``."""
 
 
 def check_factory(name: str, given: Any) -> Any:
@@ -83,15 +87,17 @@ def as_mapping(given: Settings) -> Mapping[str, Any]:
 def import_attribute(path: str) -> Any:
     """Import the object at ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``."""
     source, _, attribute = path.rpartition(":")
-    module = _module_of_file(source) if source.endswith(".py") else importlib.import_module(source)
+    module = import_source(source)
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise ImportError(f"There is no {attribute!r} in {source!r} (from {path!r}).") from error
 
 
-def _module_of_file(path: str) -> ModuleType:
-    """Import a file once, with its stem as the module's name if that can be imported."""
+def import_source(path: str) -> ModuleType:
+    """Import a module by its name, or a file with its stem as the module's name if possible."""
+    if not path.endswith(".py"):
+        return importlib.import_module(path)
     file = Path(path).resolve()
     unique = re.sub(r"\W", "_", f"_{file.stem}_{crc32(bytes(file)):x}")
     name = file.stem if file.stem.isidentifier() else unique
@@ -118,25 +124,38 @@ def _module_of_file(path: str) -> ModuleType:
 
 
 def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
-    """Create objects from ``{"class_path": ..., "init_args": {...}}``, in lists and dicts too.
-
-    Unlike LightningCLI, it converts no types.
-    """
+    """Create objects from ``{"class_path": ..., "init_args": {...}}``, in lists and dicts too."""
     if isinstance(value, Mapping):
         items = {key: instantiate(item, package) for key, item in value.items()}
-        if "class_path" not in items or not items.keys() <= {"class_path", "init_args"}:
+        if "class_path" not in items or not items.keys() <= ENTRY:
             return items
-        return class_named(items["class_path"], package)(**(items.get("init_args") or {}))
+        kind = class_named(items["class_path"], package)
+        return _create(kind, items.get("init_args") or {}, items.get("dict_kwargs") or {})
     if isinstance(value, list):
         return [instantiate(item, package) for item in value]
     return value
 
 
+def _create(kind: Any, arguments: dict[str, Any], keywords: dict[str, Any]) -> Any:
+    """Call a class. If jsonargparse is installed, dicts become dataclasses as in LightningCLI."""
+    has_dicts = any(isinstance(value, Mapping) for value in arguments.values())
+    is_declared = arguments.keys() <= inspect.signature(kind).parameters.keys()
+    if not (has_dicts and is_declared and importlib.util.find_spec("jsonargparse")):
+        return kind(**arguments, **keywords)
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(kind, "made", fail_untyped=False)
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    entry = {"class_path": path, "init_args": arguments, "dict_kwargs": keywords}
+    return parser.instantiate_classes(parser.parse_object({"made": entry})).made
+
+
 def class_named(path: str, package: ModuleType = DEFAULT) -> Any:
     """Import the class of a ``class_path``."""
     module, _, name = path.rpartition(".")
-    searched = ("lightning_opt", *(f"{package.__name__}.{part}" for part in SEARCHED_MODULES))
-    modules: Iterable[str] = (module,) if module else searched
+    searched = ["lightning_opt", *(f"{package.__name__}.{part}" for part in SEARCHED_MODULES)]
+    modules = [module] if module else searched
     for module_name in modules:
         result = getattr(importlib.import_module(module_name), name, None)
         if result is not None:

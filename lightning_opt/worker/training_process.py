@@ -57,20 +57,17 @@ class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a mea
     def __init__(self, kind: str, message: str, details: str = "") -> None:
         super().__init__(f"{kind}: {message}")
         self.kind, self.message, self.details = kind, message, details
-        # Python prints the cause first.
-        self.__cause__ = (
-            Exception(f"in the process of the training\n{details}") if details else None
-        )
+        if details:  # Python prints the cause first
+            self.__cause__ = Exception(f"in the process of the training\n{details}")
 
 
 class TrainingProcess:
     """A training in a new process that takes steps on request.
 
     Between two calls of :meth:`advance` the process waits and uses no CPU, so several processes can
-    take turns. The constructor does not wait for the start, but the first :meth:`advance` or
-    :attr:`summary` does. The process and all processes that it has started end when :meth:`close`
-    is called, when the ``with`` block ends, when this object is deleted, or when the parent process
-    ends in any way.
+    take turns. The constructor does not wait for the start, but the first :meth:`advance` does. The
+    process and all processes that it has started end when :meth:`close` is called, when the
+    ``with`` block ends, when this object is deleted, or when the parent process ends in any way.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
@@ -118,7 +115,7 @@ class TrainingProcess:
         self.timeout = check_positive("timeout", timeout)
         self.steps: list[Step] = []
         self.peak_bytes = 0
-        self._summary: dict[str, Any] | None = None
+        self._is_ready = False
         self._failure: FitFailed | None = None
         payload = {
             "path": [entry or str(Path.cwd()) for entry in sys.path],
@@ -138,13 +135,6 @@ class TrainingProcess:
         # With this priority it runs before multiprocessing waits for all processes at exit.
         resources = (self._process, self._connection, self._folder)
         self._finalizer = Finalize(self, _clean_up, args=resources, exitpriority=1)
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The process's ``device``, its number of ``devices`` and its ``pid``."""
-        self._wait_until_ready()
-        assert self._summary is not None
-        return self._summary
 
     @property
     def closed(self) -> bool:
@@ -200,7 +190,7 @@ class TrainingProcess:
             raise self._failure
         if self.closed:
             raise RuntimeError("The training was closed.")
-        if self._summary is not None:
+        if self._is_ready:
             return
         try:
             message = self._receive()
@@ -209,7 +199,7 @@ class TrainingProcess:
             raise
         if message[0] != "ready":
             self._fail("setup", "The run has no steps: its data is empty.")
-        self._summary = message[1]
+        self._is_ready = True
 
     def _send(self, steps: int) -> None:
         with contextlib.suppress(OSError):  # the process has died, which `_receive` reports

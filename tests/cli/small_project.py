@@ -60,6 +60,11 @@ class Configured(Small):
         super().__init__(config.width, **others)
 
 
+class Watching(L.Callback):
+    def __init__(self, config: Config) -> None:
+        self.width = config.width
+
+
 class Interrupt(L.Callback):
     """Raises KeyboardInterrupt in the third step, as Ctrl-C does."""
 

@@ -321,6 +321,7 @@ lr_scheduler:
 def test_short_runs_save_nothing_and_skip_validation(capsys, tmp_path):
     Path("watched.yaml").write_text(WATCHED)
     words = ["profile", *TARGETS, "--config", "watched.yaml", "--steps=9"]  # an epoch has 8
+    words += [f"--trainer.callbacks+={MODULE}.Watching", "--trainer.callbacks.config.width=3"]
     assert main(words) == 0, capsys.readouterr()
     assert not (tmp_path / "saved").exists()
 

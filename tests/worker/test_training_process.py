@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.worker import training_process
-from lightning_opt.worker.recipes import import_attribute
+from lightning_opt.worker.recipes import import_attribute, instantiate
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 from tests.helpers.fork_server import share_fork_server, use_fork_server
 from tests.helpers.processes import launch
@@ -57,6 +59,11 @@ def fit() -> Iterator[TrainingProcess]:
         yield fit
 
 
+def pid_of(fit: TrainingProcess) -> int:
+    assert fit._process.pid is not None
+    return fit._process.pid
+
+
 def gone(pid: int, seconds: float = 100.0) -> bool:
     """Return whether the process ends in time; a zombie has ended."""
     deadline = time.monotonic() + seconds
@@ -80,10 +87,9 @@ def test_steps_equal_an_uninterrupted_training(fit):
     assert {step.samples for step in steps} == {4}
     assert all(0 < step.seconds < 60 for step in steps)
     assert fit.steps == steps
-    assert (fit.summary["device"], fit.summary["devices"]) == ("cpu", 1)
-    assert fit.summary["pid"] != os.getpid()
+    assert pid_of(fit) != os.getpid()
 
-    process = psutil.Process(fit.summary["pid"])
+    process = psutil.Process(pid_of(fit))
     time.sleep(0.2)
     before = sum(process.cpu_times()[:2])
     time.sleep(0.5)
@@ -117,11 +123,19 @@ def test_peak_memory_includes_the_model_but_no_imports_and_a_missing_loss_is_nan
         assert 95e6 < large_process.peak_bytes - small_process.peak_bytes < 180e6
 
 
+class Service(CSVLogger):
+    """A logger that starts a run as soon as it is created."""
+
+    def __init__(self) -> None:
+        raise AssertionError("a measurement appears among the user's runs")
+
+
 def test_created_settings_with_class_paths_are_used():
     def settings() -> dict[str, Any]:
         waits = {"class_path": "tests.profiling.fitting.Waits", "init_args": {"seconds": 0.1}}
         callbacks = [waits, {"class_path": "lightning_opt.GradientHealth"}]
         more = {"strategy": {"class_path": "SingleDeviceStrategy"}, "accumulate_grad_batches": 2}
+        more["logger"] = {"class_path": f"{__name__}.Service"}
         return {**CPU, **more, "callbacks": callbacks}
 
     with TrainingProcess("tests.profiling.fitting:Net", rows, settings) as fit:
@@ -183,7 +197,7 @@ def test_changed_early_variable_starts_a_new_interpreter(fit, monkeypatch):
 
 
 def is_forked(fit: TrainingProcess) -> bool:
-    return "forkserver" in " ".join(psutil.Process(fit.summary["pid"]).cmdline())
+    return "forkserver" in " ".join(psutil.Process(pid_of(fit)).cmdline())
 
 
 class Counted(Rows):
@@ -224,15 +238,15 @@ def leave_one_open(server: dict[str, Any]) -> tuple[int, int, str]:
     fit = TrainingProcess(Net, rows, TWO_RANKS, timeout=3600)
     fit.advance(2)
     LEFT_OPEN.append(fit)
-    return fit.summary["pid"], fit.summary["devices"], os.environ["LOCAL_RANK"]
+    return pid_of(fit), fit.steps[0].samples, os.environ["LOCAL_RANK"]
 
 
 LEFT_OPEN: list[TrainingProcess] = []
 
 
 def test_process_with_an_open_training_exits_and_ignores_its_rank():
-    ((pid, devices, rank),) = launch(leave_one_open, share_fork_server(), processes=1)
-    assert (devices, rank) == (2, "1")
+    ((pid, samples, rank),) = launch(leave_one_open, share_fork_server(), processes=1)
+    assert (samples, rank) == (8, "1"), "two ranks with batches of 4"
     assert gone(pid)
 
 
@@ -244,7 +258,7 @@ def start_two_and_die(server: dict[str, Any], file: Path) -> None:
     fits = [TrainingProcess(Net, rows_with_workers, one) for one in settings]
     for fit in fits:
         fit.advance(2)
-    pids = [pid for fit in fits for pid in (fit.summary["pid"], *children_of(fit))]
+    pids = [pid for fit in fits for pid in (pid_of(fit), *children_of(fit))]
     fits[1]._send(5)
     file.write_text(" ".join(map(str, pids)))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -292,8 +306,7 @@ def test_two_ranks_step_together_and_the_first_failure_is_reported(waits):
     with TrainingProcess(Net, rows, lambda: settings, timeout=3600) as fit:
         steps = [*fit.advance(3), *fit.advance(2)]
         assert {step.samples for step in steps} == {8}
-        assert fit.summary["devices"] == 2
-        pids = [fit.summary["pid"], *children_of(fit)]
+        pids = [pid_of(fit), *children_of(fit)]
         assert len(pids) >= 2
         with pytest.raises(FitFailed, match="ArithmeticError: planted on rank 1") as failure:
             fit.advance(2)
@@ -338,7 +351,7 @@ def test_timeout_reports_the_stacks_of_all_ranks(monkeypatch):
     settings = {**TWO_RANKS, "callbacks": [OnRank1(fails=False, waits=True)]}
     monkeypatch.setattr(training_process, "STACK_SECONDS", 3.0)
     with TrainingProcess(Net, rows, lambda: settings, timeout=3600) as fit:
-        pid = fit.summary["pid"]
+        pid = pid_of(fit)
         fit.advance(5)
         fit.timeout = 4
         with pytest.raises(FitFailed, match=r"did not respond within 4 s") as failure:
@@ -394,7 +407,7 @@ def test_invalid_arguments_raise_before_a_process_starts(arguments, error, messa
 
 
 def children_of(fit: TrainingProcess) -> list[int]:
-    return [child.pid for child in psutil.Process(fit.summary["pid"]).children(recursive=True)]
+    return [child.pid for child in psutil.Process(pid_of(fit)).children(recursive=True)]
 
 
 def test_closed_training_cleans_up_and_ends_its_workers(tmp_path, monkeypatch):
@@ -408,7 +421,7 @@ def test_closed_training_cleans_up_and_ends_its_workers(tmp_path, monkeypatch):
 
     fit = TrainingProcess(Net, rows_with_workers, lambda: {**CPU, "callbacks": [Leaves()]})
     fit.advance(2)
-    pids = [fit.summary["pid"], *children_of(fit)]
+    pids = [pid_of(fit), *children_of(fit)]
     assert len(pids) == 2
     fit.close()
     fit.close()
@@ -425,12 +438,34 @@ def test_closed_training_cleans_up_and_ends_its_workers(tmp_path, monkeypatch):
 
 def test_deleted_process_is_killed():
     fit = TrainingProcess(Net, rows, CPU)
-    pid = fit.summary["pid"]
+    fit.advance(1)
+    pid = pid_of(fit)
     del fit
     assert gone(pid)
 
 
 # --- factories ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Limits:
+    largest: float = 1.0
+
+
+class Limited(Callback):
+    def __init__(self, limits: Limits, **others: Any) -> None:
+        self.limits, self.others = limits, others
+
+
+def test_settings_become_dataclasses_and_keyword_arguments(monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # as the commands do
+    entry = {
+        "class_path": f"{__name__}.Limited",
+        "init_args": {"limits": {"largest": 3}},
+        "dict_kwargs": {"words": 2},
+    }
+    made = instantiate(entry)
+    assert (made.limits, made.others) == (Limits(3.0), {"words": 2})
 
 
 def test_second_file_of_a_name_has_the_same_module_name_in_every_process(tmp_path, monkeypatch):
