@@ -129,13 +129,13 @@ def parse_job(parser: LightningArgumentParser, targets: Targets) -> Job:
     except ArgumentError as error:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
     given = config.as_dict()
-    model = targets.recipe(config.get("model"), given.get("optimizer"), given.get("lr_scheduler"))
+    model = targets.recipe(given.get("model"), given.get("optimizer"), given.get("lr_scheduler"))
     if model is None:
         raise UsageError(
             f"{parser.prog} needs a model: module:Class, path/to/file.py:Class or a configuration "
             f"of LightningCLI. {parser.prog} --help has examples."
         )
-    data = targets.recipe(config.get("data"))
+    data = targets.recipe(given.get("data"))
     trainer, seed = given_arguments(config.trainer), config.seed_everything
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentParser, Namespace
-
 from lightning_opt.cli.main import UsageError
 from lightning_opt.trainer.lightning import (
     DEFAULT,
@@ -23,7 +21,7 @@ from lightning_opt.trainer.lightning import (
     LightningModule,
     package_of,
 )
-from lightning_opt.worker.recipes import import_attribute, import_source
+from lightning_opt.worker.recipes import create, import_attribute, import_source
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,23 +42,18 @@ class Recipe:
 
     Args:
         target: ``"module:attribute"`` or ``"/path/to/file.py:attribute"``.
-        entry: The parsed ``init_args`` and ``dict_kwargs`` of the class.
+        entry: The class's entry in the parsed configuration.
         optimizer: The model's optimizer, in the format of LightningCLI's ``--optimizer``.
         scheduler: Its scheduler, in the format of LightningCLI's ``--lr_scheduler``.
     """
 
     target: str
-    entry: Namespace
+    entry: Mapping[str, Any]
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
 
     def __call__(self) -> Any:
-        kind, parser = import_attribute(self.target), ArgumentParser()
-        parser.add_subclass_arguments(kind, "made", fail_untyped=False)
-        config = parser.get_defaults()
-        config.made = self.entry.clone()
-        config.made.class_path = f"{kind.__module__}.{kind.__qualname__}"  # may differ by process
-        instance = parser.instantiate_classes(config).made  # as LightningCLI does
+        instance = create(import_attribute(self.target), self.entry)
         if self.optimizer is not None:
             _set_optimizer(instance, self.optimizer, self.scheduler)
         return instance
@@ -135,12 +128,12 @@ class Targets:
         except (ImportError, UsageError, ValueError):
             return DEFAULT  # the parser raises later
 
-    def recipe(self, entry: Any, *more: Any) -> Recipe | None:
+    def recipe(self, entry: Mapping[str, Any] | None, *more: Any) -> Recipe | None:
         """Return a recipe for an entry of the parsed configuration."""
         if entry is None:
             return None
-        target = self._targets.get(entry.class_path, as_target(entry.class_path))
-        return Recipe(target, entry, *more)
+        path = entry["class_path"]
+        return Recipe(self._targets.get(path, as_target(path)), entry, *more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
         """Return the option and its value as an import path."""

@@ -13,9 +13,9 @@ from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.output.report import Report
 from lightning_opt.presets._optional import as_optional
-from lightning_opt.presets.situation import Situation, class_names
+from lightning_opt.presets.situation import Situation
 from lightning_opt.trainer.lightning import PACKAGES
-from lightning_opt.worker.recipes import as_list, instantiate
+from lightning_opt.worker.recipes import as_list, class_names, instantiate
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 
 from lightning_opt.trainer.lightning import PACKAGES, Accelerator, ModelParallelStrategy
-from lightning_opt.worker.recipes import as_list
-
-
-def class_names(given: Any) -> list[str]:
-    """Return the names of an object's class and bases, or of a configuration entry's class."""
-    if isinstance(given, Mapping):
-        return [str(given["class_path"]).rpartition(".")[2]]
-    return [base.__name__ for base in type(given).__mro__]
+from lightning_opt.worker.recipes import as_list, class_names
 
 
 @dataclass(frozen=True)

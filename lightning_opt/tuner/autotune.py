@@ -211,11 +211,7 @@ class Tuning:
         )
 
     def _measure(self, switches: Switches) -> Outcome:
-        self._by_switches[switches] = trial = self._measure_and_print(switches)
-        return self.objective.outcome(trial)
-
-    def _measure_and_print(self, switches: Switches) -> Trial:
-        """Measure a configuration, and print the result.
+        """Measure a configuration, print the result, and add it to an earlier one.
 
         Raises:
             TimeIsUp: If the remaining budget is shorter than the median trial.
@@ -231,17 +227,18 @@ class Tuning:
         shares = {"time": trial.ratio, "memory": trial.peak_ratio}
         parts = [f"{name} x {share:.3f}" for name, share in shares.items() if share]
         self._print(f"{trial.name}: {', '.join([trial.verdict, *parts])}")
-        return trial
+        if switches in self._by_switches:
+            trial = trial.pooled(self._by_switches[switches])
+        self._by_switches[switches] = trial
+        return self.objective.outcome(trial)
 
     def _remeasure(self, search: Search) -> Switches:
         """Measure the best configurations again in new processes. Return the winner."""
         repeated: set[Switches] = set()
         with contextlib.suppress(TimeIsUp):
             while (switches := search.next_to_remeasure(repeated)) is not None:
-                again = self._measure_and_print(switches).pooled(self._by_switches[switches])
+                search.outcomes[switches] = self._measure(switches)
                 repeated.add(switches)
-                self._by_switches[switches] = again
-                search.outcomes[switches] = self.objective.outcome(again)
         return search.winner()
 
     def start(self, switches: Switches, reseed: int) -> Run:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.tuner.probe import Facts
-from lightning_opt.worker.recipes import Settings, as_list, as_mapping
+from lightning_opt.worker.recipes import Settings, as_list, as_mapping, class_names
 
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
 
@@ -148,7 +148,7 @@ class Space:
     def _why_redundant(self, switch: Switch) -> str:
         """Return a reason if the base already has the switch's settings, else ""."""
         base, settings = as_mapping(self.base), as_mapping(switch.settings)
-        if shared := class_names(base) & class_names(settings):
+        if shared := classes_in(base) & classes_in(settings):
             return f"base has {', '.join(sorted(shared))} already"
         if settings and all(base.get(name) == value for name, value in settings.items()):
             return "base sets " + ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -218,7 +218,7 @@ def _exclude_each_other(one: Switch, other: Switch) -> bool:
     first, second = as_mapping(one.settings), as_mapping(other.settings)
     arguments = first.keys() & second.keys() - set(LISTS)
     differ = any(first[name] != second[name] for name in arguments)
-    return differ or bool(class_names(first) & class_names(second))
+    return differ or bool(classes_in(first) & classes_in(second))
 
 
 # --- Trainer arguments as plain values -----------------------------------------------------------
@@ -233,13 +233,7 @@ def join(parts: Iterable[Settings]) -> dict[str, Any]:
     return joined
 
 
-def class_names(settings: Mapping[str, Any]) -> set[str]:
+def classes_in(settings: Mapping[str, Any]) -> set[str]:
     """Return the class names of all callbacks and plugins."""
     items = [item for name in LISTS for item in as_list(settings.get(name))]
-    return {
-        str(item["class_path"]).rpartition(".")[2]
-        if isinstance(item, Mapping)
-        else type(item).__name__
-        for item in items
-        if not isinstance(item, str)
-    }
+    return {class_names(item)[0] for item in items if not isinstance(item, str)}

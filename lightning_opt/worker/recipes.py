@@ -63,6 +63,13 @@ def as_list(given: Any) -> list[Any]:
     return [given] if isinstance(given, str) or not isinstance(given, Sequence) else list(given)
 
 
+def class_names(given: Any) -> list[str]:
+    """Return the names of an object's class and bases, or of a configuration entry's class."""
+    if isinstance(given, Mapping):
+        return [str(given["class_path"]).rpartition(".")[2]]
+    return [base.__name__ for base in type(given).__mro__]
+
+
 def make(name: str, factory: Factory) -> Any:
     """Import the factory, if it is a path, and call it."""
     function = import_attribute(factory) if isinstance(factory, str) else factory
@@ -130,25 +137,30 @@ def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
         if "class_path" not in items or not items.keys() <= ENTRY:
             return items
         kind = class_named(items["class_path"], package)
-        return _create(kind, items.get("init_args") or {}, items.get("dict_kwargs") or {})
+        arguments, keywords = items.get("init_args") or {}, items.get("dict_kwargs") or {}
+        has_dicts = any(isinstance(argument, Mapping) for argument in arguments.values())
+        is_declared = arguments.keys() <= inspect.signature(kind).parameters.keys()
+        if has_dicts and is_declared and importlib.util.find_spec("jsonargparse"):
+            return create(kind, items)
+        return kind(**arguments, **keywords)
     if isinstance(value, list):
         return [instantiate(item, package) for item in value]
     return value
 
 
-def _create(kind: Any, arguments: dict[str, Any], keywords: dict[str, Any]) -> Any:
-    """Call a class. If jsonargparse is installed, dicts become dataclasses as in LightningCLI."""
-    has_dicts = any(isinstance(value, Mapping) for value in arguments.values())
-    is_declared = arguments.keys() <= inspect.signature(kind).parameters.keys()
-    if not (has_dicts and is_declared and importlib.util.find_spec("jsonargparse")):
-        return kind(**arguments, **keywords)
+def create(kind: type, entry: Mapping[str, Any]) -> Any:
+    """Create an object as LightningCLI does, which converts dicts to dataclasses.
+
+    Args:
+        kind: The class.
+        entry: Its entry in a configuration. The class path is ignored, as it differs by process.
+    """
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(kind, "made", fail_untyped=False)
-    path = f"{kind.__module__}.{kind.__qualname__}"
-    entry = {"class_path": path, "init_args": arguments, "dict_kwargs": keywords}
-    return parser.instantiate_classes(parser.parse_object({"made": entry})).made
+    made = {**entry, "class_path": f"{kind.__module__}.{kind.__qualname__}"}
+    return parser.instantiate_classes(parser.parse_object({"made": made})).made
 
 
 def class_named(path: str, package: ModuleType = DEFAULT) -> Any:
