@@ -211,7 +211,7 @@ class Tuning:
         )
 
     def _measure(self, switches: Switches) -> Outcome:
-        """Measure a configuration, print the result, and add it to an earlier one.
+        """Measure a configuration, print the result, and pool it with an earlier one.
 
         Raises:
             TimeIsUp: If the remaining budget is shorter than the median trial.

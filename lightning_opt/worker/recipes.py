@@ -139,13 +139,18 @@ def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
         kind = class_named(items["class_path"], package)
         arguments, keywords = items.get("init_args") or {}, items.get("dict_kwargs") or {}
         has_dicts = any(isinstance(argument, Mapping) for argument in arguments.values())
-        is_declared = arguments.keys() <= inspect.signature(kind).parameters.keys()
-        if has_dicts and is_declared and importlib.util.find_spec("jsonargparse"):
+        if has_dicts and importlib.util.find_spec("jsonargparse") and _declares(kind, arguments):
             return create(kind, items)
         return kind(**arguments, **keywords)
     if isinstance(value, list):
         return [instantiate(item, package) for item in value]
     return value
+
+
+def _declares(kind: Any, arguments: Mapping[str, Any]) -> bool:
+    # jsonargparse may not find the arguments that `**kwargs` passes on.
+    declared = inspect.signature(kind).parameters.keys()
+    return isinstance(kind, type) and arguments.keys() <= declared
 
 
 def create(kind: type, entry: Mapping[str, Any]) -> Any:
