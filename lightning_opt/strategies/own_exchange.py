@@ -29,7 +29,7 @@ def all_to_all(rows: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> No
     if rows.device.type == "cpu":
         start_all_to_all(rows, out, group)()
     else:
-        dist.all_to_all_single(out, rows, group=group)
+        dist.all_to_all_single(out, rows.contiguous(), group=group)  # NCCL takes no expanded rows
 
 
 def start_all_to_all(

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lightning_opt as lo
 from lightning_opt.strategies.compression.compressed_ddp import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Quantize
+from lightning_opt.strategies.own_exchange import all_to_all
 from tests.helpers.processes import launch
 from tests.strategies.runs import SHORT_WAIT, Ledger, SaveAtEnd, compressed, fit
 
@@ -57,6 +60,15 @@ def _raise_mid_exchange(kind: str, folder: str) -> None:
         threading._shutdown()  # type: ignore[attr-defined]  # what Python waits for at exit
         ended.touch()
         raise
+
+
+def test_device_gets_contiguous_rows(monkeypatch):
+    """With expanded rows torch raises on NCCL, or in some versions sends other memory."""
+    sent: list[Tensor] = []
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, rows, group: sent.append(rows))
+    rows = torch.empty(4, device="meta").expand(2, -1)
+    all_to_all(rows, torch.empty(2, 4, device="meta"), None)
+    assert sent[0].is_contiguous()
 
 
 @pytest.mark.parametrize("kind", ["diloco", "int8"])
