@@ -100,7 +100,7 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
         {'text': ['a'], 'label': tensor([0]), 'scale': 0.5}
         {'text': ['b', 'c'], 'label': tensor([1, 2]), 'scale': 0.5}
     """
-    return [part for part, _ in _parts_of(batch, size)]
+    return [part for part, _ in micro_batches(batch, size)]
 
 
 def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
@@ -127,15 +127,12 @@ def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
         >>> weight.grad
         tensor([3.])
     """
-    parts = _parts_of(batch, size)
-    total = sum(samples for _, samples in parts)
-    return [(part, samples / total) for part, samples in parts]
-
-
-def _parts_of(batch: Batch, size: int) -> list[tuple[Batch, int]]:
     check_at_least("size", size, 1)
     reading = read_batch(batch)
-    return split_into(batch, max(1, -(-reading.samples // size)), reading)
+    if reading.samples == 0:
+        return [(batch, 1.0)]
+    parts = split_into(batch, -(-reading.samples // size), reading)
+    return [(part, samples / reading.samples) for part, samples in parts]
 
 
 def split_into(batch: Batch, parts: int, reading: Reading) -> list[tuple[Batch, int]]:

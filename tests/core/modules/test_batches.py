@@ -155,5 +155,6 @@ def test_micro_batches_have_their_share_of_samples():
     found = lo.micro_batches(batch, 3)
     assert [part["x"].tolist() for part, _ in found] == [[0, 1], [2, 3], [4, 5, 6]]
     assert [share for _, share in found] == [2 / 7, 2 / 7, 3 / 7]
+    assert lo.micro_batches({"x": torch.arange(0)}, 3)[0][1] == 1.0
     with pytest.raises(ValueError, match="at least 1"):
         lo.micro_batches(batch, 0)
