@@ -303,10 +303,4 @@ def malloc_trim() -> None:
 
 @functools.cache
 def libc_function(name: str) -> Any | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        function = getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError):
-        return None
-    return function
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -155,11 +155,9 @@ def time_in_turns(
         name: partial(time_calls, function, counts[name], device)
         for name, function in candidates.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    rounds_taken = take_turns(timers, first=-warmup)
-    for round_number, taken in zip(range(-warmup, rounds), rounds_taken, strict=False):
-        for name, elapsed in taken.items() if round_number >= 0 else ():
-            seconds[name].append(elapsed)
+    taken = []
+    for seconds in itertools.islice(take_turns(timers, first=-warmup), warmup + rounds):
+        taken.append(seconds)
         if after_round is not None:
             after_round()
-    return seconds
+    return {name: [seconds[name] for seconds in taken[warmup:]] for name in candidates}

@@ -16,7 +16,12 @@ from lightning_opt.core.modules.patching import forwards_of, replaced
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether this module itself is compiled, not only modules inside it."""
-    return hooks_are_compiled(module) or _compiles_forward(module)
+    return (
+        hooks_are_compiled(module)
+        or any(forward.is_compiled for forward in forwards_of(module))
+        # module.forward = torch.compile(...)
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+    )
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
@@ -65,12 +70,6 @@ def hooks_are_compiled(module: nn.Module) -> bool:
         or "_orig_mod" in module._modules  # torch.compile(module)
         or getattr(module, "_compiler_ctx", None) is not None  # set by Lightning
     )
-
-
-def _compiles_forward(module: nn.Module) -> bool:
-    if hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable"):
-        return True  # module.forward = torch.compile(...)
-    return any(forward.is_compiled for forward in forwards_of(module))
 
 
 class CompileClock:

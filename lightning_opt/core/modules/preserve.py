@@ -117,7 +117,7 @@ class StepState:
 
         def undo() -> None:
             # New attributes are removed, except tensors (caches) and objects of other classes.
-            for name in [n for n, v in attributes.items() if n not in names]:
+            for name in attributes.keys() - names:
                 if isinstance(attributes[name], PLAIN):
                     del attributes[name]
             attributes.update(before)

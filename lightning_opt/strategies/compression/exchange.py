@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_opt.core.modules.sharding import reads_are_free
-from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.compressors import Codec, Compressor, Quantize
 from lightning_opt.strategies.own_exchange import ExchangeThread, all_to_all, start_all_to_all
 from lightning_opt.strategies.packing import any_flag, read_count, write_flag
@@ -86,10 +85,12 @@ class Exchange(ABC):
         skipped: Whether the latest step is not applied, for example because a rank's gradient is
             not finite: 0-dimensional, on the bucket's device.
         sent_bytes: Bytes that this rank sends per step.
+        codec: The codec of the messages.
     """
 
     sent_bytes: int
-    _codec: Codec
+    codec: Codec
+    _messages: Tensor
 
     def __init__(self, residual: Residual) -> None:
         self.residual = residual
@@ -119,14 +120,9 @@ class Exchange(ABC):
         """Add all residuals that the exchange keeps elsewhere to ``residual.committed``."""
 
     @property
-    @abstractmethod
     def selected(self) -> int:
-        """Number of elements in the latest message."""
-
-    @property
-    def bound(self) -> Scalar | None:
-        """The threshold that the codec has learned, if it learns one."""
-        return self._codec.bound
+        """Number of elements in the latest messages."""
+        return sum(map(read_count, self._messages))
 
 
 class GatherExchange(Exchange):
@@ -135,27 +131,20 @@ class GatherExchange(Exchange):
     Args:
         compressor: Compresses the bucket.
         residual: See :class:`Exchange`.
-        bound: The threshold that an earlier codec has learned.
         thread: Receives messages on a CPU.
     """
 
-    def __init__(
-        self,
-        compressor: Compressor,
-        residual: Residual,
-        bound: float | None,
-        thread: ExchangeThread,
-    ) -> None:
+    def __init__(self, compressor: Compressor, residual: Residual, thread: ExchangeThread) -> None:
         super().__init__(residual)
         self._thread = thread
         committed = residual.committed
-        self._codec = compressor.codec(len(committed), committed.device)
-        self._codec.bound = bound
-        self._gathered = self._codec.message.repeat(self._world, 1)
-        self.sent_bytes = (self._world - 1) * self._codec.nbytes
+        self.codec = compressor.codec(len(committed), committed.device)
+        self._messages = self.codec.message[None]
+        self._gathered = self._messages.repeat(self._world, 1)
+        self.sent_bytes = (self._world - 1) * self.codec.nbytes
 
     def start(self, residual: Tensor, gradient: Tensor, scale: Tensor) -> Future[Tensor]:
-        codec, gathered = self._codec, self._gathered
+        codec, gathered = self.codec, self._gathered
         finite = codec.compress(residual, gradient, self.residual.pending, scale.reciprocal())
         write_flag(codec.message, finite.logical_not())
         self.skipped.zero_()
@@ -176,10 +165,6 @@ class GatherExchange(Exchange):
             work = all_gather(gathered.view(-1), codec.message, async_op=True)
             future = work.get_future().then(lambda all_arrived: finish(all_arrived.value))
         return future
-
-    @property
-    def selected(self) -> int:
-        return read_count(self._codec.message)
 
 
 class TwoStageExchange(Exchange):
@@ -210,25 +195,25 @@ class TwoStageExchange(Exchange):
         size = -(-len(committed) // (world * compressor.block)) * compressor.block
         ends = [min(rank * size, len(committed)) for rank in range(world + 1)]
         self._shards = [slice(start, end) for start, end in pairwise(ends)]
-        self._codec = compressor.codec(size, committed.device)
-        self._sent = self._codec.message.repeat(world, 1)
-        self._received = torch.empty_like(self._sent)
+        self.codec = compressor.codec(size, committed.device)
+        self._messages = self.codec.message.repeat(world, 1)
+        self._received = torch.empty_like(self._messages)
         self._own_shard = self._shards[dist.get_rank(group)]
         self._mean_residual = Residual(torch.zeros_like(committed[self._own_shard]))
-        self._mean_message = torch.zeros_like(self._sent[0])
-        self._gathered = torch.empty_like(self._sent)
-        self.sent_bytes = 2 * (world - 1) * self._codec.nbytes
+        self._mean_message = torch.zeros_like(self.codec.message)
+        self._gathered = torch.empty_like(self._messages)
+        self.sent_bytes = 2 * (world - 1) * self.codec.nbytes
 
     def start(self, residual: Tensor, gradient: Tensor, scale: Tensor) -> Future[Tensor]:
-        codec, factor, finite = self._codec, scale.reciprocal(), []
-        for codec.message, shard in zip(self._sent, self._shards, strict=True):
+        codec, factor, finite = self.codec, scale.reciprocal(), []
+        for codec.message, shard in zip(self._messages, self._shards, strict=True):
             rest = self.residual.pending[shard]
             finite.append(codec.compress(residual[shard], gradient[shard], rest, factor))
-        write_flag(self._sent, torch.stack(finite).all().logical_not())
+        write_flag(self._messages, torch.stack(finite).all().logical_not())
         self.skipped.zero_()
         future: Future[Tensor]
         if not reads_are_free(gradient.device):
-            tensors = self._received, self._sent
+            tensors = self._received, self._messages
             work = dist.all_to_all_single(*tensors, group=self._group, async_op=True)
 
             def finish(first_stage: Future[list[Tensor]]) -> Tensor:
@@ -240,7 +225,7 @@ class TwoStageExchange(Exchange):
             return future
 
         def run() -> Tensor:
-            all_to_all(self._sent, self._received, self._group)
+            all_to_all(self._messages, self._received, self._group)
             return self._finish(gradient, scale)
 
         future = Future()
@@ -251,7 +236,7 @@ class TwoStageExchange(Exchange):
 
         A rank with a non-finite gradient flags all its messages, so that every rank sees it.
         """
-        codec, skipped = self._codec, self.skipped
+        codec, skipped = self.codec, self.skipped
         skipped.logical_or_(any_flag(self._received))
         mean = self._mean_residual.pending.zero_()
         for message in self._received:
@@ -275,10 +260,6 @@ class TwoStageExchange(Exchange):
         mean = self._mean_residual.committed
         self.residual.committed[self._own_shard].add_(mean, alpha=self._world)
         mean.zero_()
-
-    @property
-    def selected(self) -> int:
-        return sum(map(read_count, self._sent))
 
 
 def zero_or_nan(out: Tensor, non_finite: Tensor) -> Tensor:

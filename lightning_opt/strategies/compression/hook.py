@@ -207,8 +207,8 @@ class CompressedReduction:
             if group is not None and isinstance(compressor, Quantize):
                 bucket.exchange = TwoStageExchange(compressor, bucket, group, self._thread)
             elif compressor is not None:
-                bound = self._bounds.get(next(iter(parameters)))
-                bucket.exchange = GatherExchange(compressor, bucket, bound, self._thread)
+                bucket.exchange = GatherExchange(compressor, bucket, self._thread)
+                bucket.exchange.codec.bound = self._bounds.get(next(iter(parameters)))
         # DDP discards the reduced gradient of a parameter that no rank used, and the bucket holds
         # its gradient of an earlier step.
         unused = [name for name, parameter in parameters.items() if parameter not in self._touched]
@@ -255,8 +255,8 @@ class CompressedReduction:
         self.commit()
         bounds = dict(self._bounds)
         for names, bucket in self.buckets.current.items():
-            if bucket.exchange is not None and bucket.exchange.bound is not None:
-                bounds[names[0]] = float(bucket.exchange.bound)
+            if bucket.exchange is not None and bucket.exchange.codec.bound is not None:
+                bounds[names[0]] = float(bucket.exchange.codec.bound)
         # A bound of 0, NaN or infinity, from a step of zeros or NaN, will be learned again.
         bounds = {name: bound for name, bound in bounds.items() if 0 < bound < torch.inf}
         parameters = {name: parameter for parameter, name in self._names.items()}

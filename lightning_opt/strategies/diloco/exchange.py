@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from lightning_opt.core.modules.sharding import gather_objects, largest_over_ranks
-from lightning_opt.core.numerics.norms import as_real
+from lightning_opt.core.numerics.norms import as_real, parameters_of
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.own_exchange import all_to_all
 from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
@@ -220,19 +220,18 @@ def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, float]:
     Each position has its own weight, so that a permutation changes the sum too. NaN and infinity
     are replaced by fixed numbers.
     """
-    sums, weights = [], cache(_position_weights)
+
+    @cache
+    def weights(count: int, dim: int, device: torch.device) -> Tensor:
+        return torch.arange(dim, count + dim, dtype=torch.float64, device=device).cos()
+
+    sums = []
     for tensor in tensors.values():
         total = tensor.detach().to(torch.float64, copy=True).nan_to_num_(math.pi, math.e, -math.e)
         while total.ndim:
             total = total @ weights(total.shape[-1], total.ndim, total.device)
         sums.append(total)
     return dict(zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True))
-
-
-def _position_weights(count: int, dim: int, device: torch.device) -> Tensor:
-    """Return one weight per position: products of two cosines, cheaper than one cosine each."""
-    angles = torch.arange(1024 + count // 1024, dtype=torch.float64, device=device) + dim / 10
-    return torch.outer(angles[1023:].cos(), angles[: min(count, 1024)].cos()).flatten()[:count]
 
 
 def average_changed(tensors: Mapping[Key, Tensor], before: Mapping[Key, float]) -> None:
@@ -270,7 +269,7 @@ def average_states(optimizer: Optimizer) -> None:
     A quantized state stays as it is: a mean of its scales does not fit the codes of any process.
     """
     reset_non_finite(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     states: dict[Key, Tensor] = {}
     for number, parameter in enumerate(parameters):
         state = optimizer.state.get(parameter, {})

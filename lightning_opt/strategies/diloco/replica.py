@@ -77,13 +77,10 @@ class Fragment:
 
     def compute_pseudo_gradient(self) -> Tensor:
         """Return the shared weights minus this replica's."""
-        self.pseudo_gradient = torch.empty_like(self.outer)
-        outer_parts = [part for _, part in self.parts(self.outer)]
-        pairs = zip(self.parts(self.pseudo_gradient), outer_parts, strict=True)
-        for (parameter, difference), outer in pairs:
-            # Round `outer` like the replica's weights, so that unchanged weights give 0.
-            rounded = outer.to(parameter.dtype).to(outer.dtype)
-            torch.sub(rounded, parameter, out=difference)
+        self.pseudo_gradient = self.outer.clone()
+        for parameter, part in self.parts(self.pseudo_gradient):
+            # Round the shared weights like the replica's, so that unchanged weights give 0.
+            part.copy_(part.to(parameter.dtype)).sub_(parameter)
         return self.pseudo_gradient
 
     def step(self, mean: Tensor, lr: float, momentum: float) -> Tensor:
