@@ -102,15 +102,15 @@ def exchange(
     return mean, finite, sent_bytes
 
 
-def raise_if_apart(place: float, replicas: Replicas, device: torch.device) -> None:
+def raise_if_apart(place: float, replicas: Replicas, tensor: Tensor) -> None:
     """Raise on all processes if replicas have reached different places. All must call this.
 
     Args:
         place: The step of an exchange, or a negative number for another meeting.
         replicas: The process groups.
-        device: For messages.
+        tensor: A tensor on this process's device.
     """
-    ends = [place, -place]
+    ends, device = [place, -place], message_device(tensor)
     for group in (replicas.leaders if replicas.is_leader else None, replicas.local_group):
         if group is not None:
             ends = largest_over_ranks(ends, device, group)
@@ -129,8 +129,7 @@ def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor
     residual.mul_(not finite)
     if replicas.is_leader:
         dist.all_reduce(total, group=replicas.leaders)
-    if replicas.local_group is not None:
-        dist.broadcast(total, group=replicas.local_group, group_src=0)
+    _send_to_replica(total, replicas)
     total = total.to(residual.device)
     sent = 2 * (replicas.count - 1) * total.nbytes // replicas.count if replicas.is_leader else 0
     return (total[:-1] / total[-1] if total[-1] else None), sent
@@ -182,8 +181,7 @@ def _average_compressed(
         write_flag(own, not num_finite)
         all_to_all(own.to(gathered.device).expand(count, -1), gathered, replicas.leaders)
         sent_bytes = 2 * (count - 1) * row
-    if replicas.local_group is not None:
-        dist.broadcast(gathered, group=replicas.local_group, group_src=0)
+    _send_to_replica(gathered, replicas)
     gathered = gathered.to(residual.device)
     if any_flag(gathered):
         return None, sent_bytes
@@ -191,6 +189,13 @@ def _average_compressed(
     for message, shard in zip(gathered, _shards(mean, size, count), strict=True):
         codec.decompress_add(message, shard)
     return mean, sent_bytes
+
+
+def _send_to_replica(tensor: Tensor, replicas: Replicas) -> None:
+    """Send the leader's tensor to the other processes of its replica."""
+    group = replicas.local_group
+    if group is not None:  # torch 2.5 takes no `group_src`
+        dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
 
 def _shards(flat: Tensor, size: int, count: int) -> list[Tensor]:

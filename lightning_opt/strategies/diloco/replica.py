@@ -27,7 +27,6 @@ from lightning_opt.strategies.diloco.exchange import (
     average_changed,
     checksums,
     exchange,
-    message_device,
     raise_if_apart,
     reset_non_finite,
 )
@@ -251,7 +250,7 @@ class Replica:
                 if computed is not None:
                     computed.wait()
                 if self._may_end:
-                    raise_if_apart(place, replicas, message_device(residual))
+                    raise_if_apart(place, replicas, residual)
                 outcome = exchange(pseudo_gradient, residual, replicas, compression)
                 if stream is not None:
                     stream.synchronize()
@@ -291,8 +290,7 @@ class Replica:
     def meet(self, place: int) -> None:
         """Raise on all processes, instead of hanging, if a replica has run out of data earlier."""
         if self._may_end:
-            device = message_device(self._fragments[0].outer)
-            run = partial(raise_if_apart, place, self._replicas, device)
+            run = partial(raise_if_apart, place, self._replicas, self._fragments[0].outer)
             self.thread.submit(run, Future[None]()).result()
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_opt.strategies.diloco.exchange import (
     CODECS,
     Replicas,
+    _send_to_replica,
     checksums,
     exchange,
     make_groups,
@@ -54,6 +56,19 @@ def test_checksums_notice_moved_values_and_changes_beside_nan(shape: tuple[int, 
         spoiled.view(-1)[7] += 1
         assert checksum(spoiled) != before
     assert bool(spoiled.view(-1)[3] == -torch.inf)  # unchanged
+
+
+def test_leader_sends_with_the_arguments_of_torch_2_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: list[int] = []
+
+    def broadcast(tensor: Tensor, src: int, group: object = None, async_op: bool = False) -> None:
+        sources.append(src)
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: 4 + rank)
+    group: Any = object()
+    _send_to_replica(torch.ones(1), Replicas(2, 1, group, True, group))
+    assert sources == [4]
 
 
 def replicas(processes: int = 1) -> Replicas:
