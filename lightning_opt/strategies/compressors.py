@@ -192,9 +192,6 @@ class SparseCodec(Codec):
         torch.addcmul(residual, gradient, alpha, out=rest)
         indices, values = self._select(rest)
         finite = is_finite(values)  # if the largest elements are finite, all are
-        if reads_are_free(rest.device) and not finite:
-            write_count(self.message, 0)
-            return finite
         sent = self.layout.write(self.message, indices, values)
         rest.index_add_(0, indices, sent.to(rest.dtype), alpha=-1)
         return finite
@@ -230,7 +227,7 @@ class ThresholdCodec(SparseCodec):
             return indices, values
         indices, values = self._selector.at_least(flat, float(bound))
         if len(indices) > capacity:
-            top, _ = largest(values.abs(), capacity)
+            top = largest(values, capacity)
             indices, values = indices[top], values[top]
         return indices, values
 
@@ -273,13 +270,12 @@ def sampled_threshold(flat: Tensor, k: int) -> float:
     return sample.topk(rank, sorted=False).values.min().item()  # CPU only
 
 
-def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
-    """Return the ascending indices of the ``k`` largest ``magnitudes``, and the k-th magnitude."""
-    array = magnitudes.numpy()
+def largest(values: Tensor, k: int) -> Tensor:
+    """Return the ascending indices of the ``k`` values of largest magnitude."""
+    array = values.abs().numpy()
     is_largest = np.zeros(len(array), dtype=bool)
     is_largest[np.argpartition(array, len(array) - k)[len(array) - k :]] = True
-    indices = np.flatnonzero(is_largest)
-    return torch.from_numpy(indices), float(array[indices].min())
+    return torch.from_numpy(np.flatnonzero(is_largest))
 
 
 class Selector:
@@ -325,11 +321,10 @@ class Selector:
             # nonzero elements candidates.
             indices, values = self.at_least(flat, TINY)
         surplus = len(indices) / k - 1.0
-        if len(indices) <= k:
-            kth = values.abs().min().item() if len(indices) else TINY
-        else:
-            top, kth = largest(values.abs(), k)
+        if len(indices) > k:
+            top = largest(values, k)
             indices, values = indices[top], values[top]
+        kth = values.abs().min().item() if len(indices) else TINY
         self._set_next_threshold(kth, surplus)
         return indices, values
 

@@ -40,11 +40,7 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 @cache
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:  # not Linux
-        return frozenset()
-    for line in lines:
+    for line in _lines(path):  # only Linux has the file
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):  # x86, ARM
             return frozenset(value.split())
@@ -228,5 +224,5 @@ def _folders(root: Path, controller: str) -> list[Path]:
 
 def _lines(file: Path) -> list[str]:
     with suppress(OSError):
-        return file.read_text().splitlines()
+        return file.read_text(errors="replace").splitlines()
     return []

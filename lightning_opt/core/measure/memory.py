@@ -10,6 +10,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,11 +49,6 @@ def process_memory() -> tuple[int, int]:
 
 def resident_memory() -> int:
     return process_memory()[0]
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def system_memory() -> Usage:
@@ -129,7 +125,8 @@ def peak_memory(device: torch.device) -> int:
 
 def _process_peak(field: str) -> int:
     try:
-        return _status_bytes(field)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration):  # not Linux; gVisor, which records no peak
         resident, virtual = process_memory()
         return virtual if field == "VmPeak" else resident
@@ -203,7 +200,10 @@ class PeakMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self.samples = not _reset_peak_resident()
+            self.samples = True
+            with suppress(OSError):  # not Linux
+                Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak
+                self.samples = False
         self._largest = 0
         self.sample()
 
@@ -216,7 +216,7 @@ class PeakMeter:
                 peak += stats.get("inactive_split_bytes.all.peak", 0)
                 peak = min(peak, torch.cuda.max_memory_reserved(self._device))
         else:
-            peak = resident_memory() if self.samples else _status_bytes("VmHWM")
+            peak = resident_memory() if self.samples else _process_peak("VmHWM")
         self._largest = max(self._largest, peak)
 
     def read(self) -> int:
@@ -229,15 +229,6 @@ class PeakMeter:
         peak = self.read()
         self.start()
         return peak
-
-
-def _reset_peak_resident() -> bool:
-    """Reset the kernel's peak of this process, and return whether that is supported."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 # --- the C library's heap -------------------------------------------------------------------------

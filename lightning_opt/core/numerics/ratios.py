@@ -20,6 +20,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -107,8 +108,8 @@ def student_quantile(probability: float, freedom: float) -> float:
     """Return a quantile of Student's t-distribution.
 
     The error is at most 1% for at least 4 degrees of freedom. With 1 degree, the quantile at 0.975
-    is 11% too small. The formula expands in the normal
-    quantile (Abramowitz and Stegun 1964, 26.7.5).
+    is 11% too small. The formula expands in the normal quantile (Abramowitz and Stegun 1964,
+    26.7.5).
     """
     z = statistics.NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
@@ -127,12 +128,8 @@ def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
     Up to almost a third of the points may be outliers. Sen (1968), *Estimates of the
     Regression Coefficient Based on Kendall's Tau*.
     """
-    slopes = [
-        (y[j] - y[i]) / (x[j] - x[i])
-        for i in range(len(x))
-        for j in range(i + 1, len(x))
-        if x[j] != x[i]
-    ]
+    pairs = combinations(zip(x, y, strict=True), 2)
+    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairs if x1 != x2]
     return statistics.median(slopes) if slopes else 0.0
 
 
@@ -143,7 +140,7 @@ def mann_kendall(y: Sequence[float]) -> tuple[int, float]:
     than three values. Mann (1945), *Nonparametric Tests Against Trend*.
     """
     n = len(y)
-    s = sum((y[j] > y[i]) - (y[j] < y[i]) for i in range(n) for j in range(i + 1, n))
+    s = sum((later > earlier) - (later < earlier) for earlier, later in combinations(y, 2))
     tied = sum(t * (t - 1) * (2 * t + 5) for t in Counter(y).values())
     variance = (n * (n - 1) * (2 * n + 5) - tied) / 18
     if n < 3 or variance <= 0:

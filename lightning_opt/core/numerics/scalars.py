@@ -20,8 +20,6 @@ Scalar: TypeAlias = "float | Tensor"
 
 Condition: TypeAlias = "bool | Tensor"
 
-HOST = torch.device("cpu")
-
 
 def exp(x: float) -> float:
     """Return e to the power of ``x``; infinity on overflow, as PyTorch does."""
@@ -68,7 +66,9 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def stack_scalars(values: Sequence[Scalar]) -> Tensor:
     """Return scalars as one tensor, on the first accelerator among their devices, else the CPU."""
-    devices = [value.device for value in values if isinstance(value, Tensor)] or [HOST]
+    devices = [value.device for value in values if isinstance(value, Tensor)] or [
+        torch.device("cpu")
+    ]
     home = next((device for device in devices if device.type != "cpu"), devices[0])
     wide = wide_dtype(home)
     tensors = [

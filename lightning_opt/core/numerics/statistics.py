@@ -212,7 +212,10 @@ class LogBand:
         return {"band": [[0.0] * 3 for _ in range(3)]}
 
     def limit(self, value: Scalar, state: State) -> Scalar:
-        """Return the threshold for this value, then add the value to the band."""
+        """Return the threshold for this value, then add the value to the band.
+
+        A tensor must be finite and at least 0; 0 is not added.
+        """
         if isinstance(value, Tensor):
             bands = state.get("device")
             if bands is None or bands.device != value.device:

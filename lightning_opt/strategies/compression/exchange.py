@@ -80,6 +80,7 @@ class Exchange(ABC):
 
     Args:
         residual: The bucket's residual.
+        thread: Exchanges messages on a CPU; the same for all buckets.
 
     Attributes:
         skipped: Whether the latest step is not applied, for example because a rank's gradient is
@@ -92,8 +93,8 @@ class Exchange(ABC):
     codec: Codec
     _messages: Tensor
 
-    def __init__(self, residual: Residual) -> None:
-        self.residual = residual
+    def __init__(self, residual: Residual, thread: ExchangeThread) -> None:
+        self.residual, self._thread = residual, thread
         self.skipped = torch.zeros((), dtype=torch.bool, device=residual.committed.device)
         self._world = dist.get_world_size()
 
@@ -131,12 +132,11 @@ class GatherExchange(Exchange):
     Args:
         compressor: Compresses the bucket.
         residual: See :class:`Exchange`.
-        thread: Receives messages on a CPU.
+        thread: See :class:`Exchange`.
     """
 
     def __init__(self, compressor: Compressor, residual: Residual, thread: ExchangeThread) -> None:
-        super().__init__(residual)
-        self._thread = thread
+        super().__init__(residual, thread)
         committed = residual.committed
         self.codec = compressor.codec(len(committed), committed.device)
         self._messages = self.codec.message[None]
@@ -157,13 +157,11 @@ class GatherExchange(Exchange):
                 codec.decompress_add(message, gradient, scale / self._world)
             return gradient
 
-        future: Future[Tensor] = Future()
         if reads_are_free(gradient.device):
             wait = start_all_to_all(codec.message.expand(self._world, -1), gathered)
-            self._thread.submit(partial(finish, wait), future)
-        else:
-            work = all_gather(gathered.view(-1), codec.message, async_op=True)
-            future = work.get_future().then(lambda all_arrived: finish(all_arrived.value))
+            return self._thread.submit(partial(finish, wait), Future())
+        work = all_gather(gathered.view(-1), codec.message, async_op=True)
+        future: Future[Tensor] = work.get_future().then(lambda arrived: finish(arrived.value))
         return future
 
 
@@ -178,7 +176,7 @@ class TwoStageExchange(Exchange):
         residual: See :class:`Exchange`.
         group: A process group that nothing else uses: the stages of all buckets must be launched in
             the same order on all ranks.
-        thread: Runs the stages in order on a CPU; the same for all buckets.
+        thread: See :class:`Exchange`. It runs the stages in order.
     """
 
     def __init__(
@@ -188,8 +186,8 @@ class TwoStageExchange(Exchange):
         group: dist.ProcessGroup,
         thread: ExchangeThread,
     ) -> None:
-        super().__init__(residual)
-        self._group, self._thread = group, thread
+        super().__init__(residual, thread)
+        self._group = group
         committed, world = residual.committed, self._world
         # Shards end at the end of a block; the last shards of a small bucket may be empty.
         size = -(-len(committed) // (world * compressor.block)) * compressor.block
@@ -211,31 +209,24 @@ class TwoStageExchange(Exchange):
             finite.append(codec.compress(residual[shard], gradient[shard], rest, factor))
         write_flag(self._messages, torch.stack(finite).all().logical_not())
         self.skipped.zero_()
-        future: Future[Tensor]
-        if not reads_are_free(gradient.device):
-            tensors = self._received, self._messages
-            work = dist.all_to_all_single(*tensors, group=self._group, async_op=True)
+        finish = partial(self._finish, gradient, scale)
+        if reads_are_free(gradient.device):
+            first_stage = partial(all_to_all, self._messages, self._received, self._group)
+            # DDP raises the thread's errors in the backward pass.
+            return self._thread.submit(partial(finish, first_stage), Future())
+        tensors = self._received, self._messages
+        work = dist.all_to_all_single(*tensors, group=self._group, async_op=True)
+        # torch calls `finish` now, on a stream that waits for the first stage.
+        future: Future[Tensor] = work.get_future().then(lambda arrived: finish(arrived.value))
+        return future
 
-            def finish(first_stage: Future[list[Tensor]]) -> Tensor:
-                first_stage.value()  # raises if the first stage failed
-                return self._finish(gradient, scale)
-
-            # torch calls `finish` now, on a stream that waits for the first stage.
-            future = work.get_future().then(finish)
-            return future
-
-        def run() -> Tensor:
-            all_to_all(self._messages, self._received, self._group)
-            return self._finish(gradient, scale)
-
-        future = Future()
-        return self._thread.submit(run, future)  # DDP raises its errors in the backward pass
-
-    def _finish(self, gradient: Tensor, scale: Tensor) -> Tensor:
+    def _finish(self, gradient: Tensor, scale: Tensor, first_stage: Callable[[], object]) -> Tensor:
         """Encode and gather the means of the shards, and decode them into the gradient.
 
         A rank with a non-finite gradient flags all its messages, so that every rank sees it.
+        ``first_stage`` waits for the messages, and raises if they have not arrived.
         """
+        first_stage()
         codec, skipped = self.codec, self.skipped
         skipped.logical_or_(any_flag(self._received))
         mean = self._mean_residual.pending.zero_()
