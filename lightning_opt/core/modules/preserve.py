@@ -21,6 +21,7 @@ from lightning_opt.core.modules.state_kinds import (
     MAX_DEPTH,
     PLAIN,
     has_user_state,
+    hidden_modules,
     searched_entries,
     state_attributes,
 )
@@ -46,8 +47,9 @@ class StepState:
 
     It covers random numbers (Python, NumPy, torch, and generators held by modules), buffers, tensor
     attributes, small arrays, metrics, and the counters, flags and collections of modules, also
-    inside collections and objects of the user's own classes. It excludes gradients. Parameters are
-    not copied, but a write to them is detected. Recording never waits for the device.
+    inside collections and objects of the user's own classes. Unregistered modules in attributes are
+    covered too. It excludes gradients. Parameters are not copied, but a write to them is detected.
+    Recording never waits for the device.
 
     The first batch shows which tensors a step writes. From then on a large tensor is copied only if
     it was written.
@@ -60,7 +62,8 @@ class StepState:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
         self._parameters = list(module.parameters())
-        modules = list(module.modules())
+        hidden = [part for _, found in hidden_modules(module) for part in found.modules()]
+        modules = dict.fromkeys([*module.modules(), *hidden])
         self._buffers = [owner._buffers for owner in modules if owner._buffers]
         # Most modules are torch's own layers, which have no state in attributes.
         self._attributes = [vars(owner) for owner in modules if has_user_state(type(owner))]

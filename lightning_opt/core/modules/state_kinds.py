@@ -79,12 +79,35 @@ def state_attributes(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any, 
             yield name, value, kind
 
 
-def searched_entries(container: Any) -> Iterator[tuple[Any, Any, str]]:
-    """Yield key, value and kind of a container's entries; nothing if there are too many."""
-    if len(container) <= MAX_SEARCHED_ENTRIES:
-        entries = container.items() if isinstance(container, dict) else enumerate(container)
-        for key, value in entries:
+def searched_entries(owner: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield key, value and kind of a container's entries, or of an object's attributes.
+
+    It yields nothing if there are too many.
+    """
+    is_container = isinstance(owner, (*_CONTAINERS, tuple))
+    entries = owner if is_container else getattr(owner, "__dict__", {})
+    if len(entries) <= MAX_SEARCHED_ENTRIES:
+        for key, value in entries.items() if isinstance(entries, dict) else enumerate(entries):
             yield key, value, kind_of(type(value))  # type: ignore[arg-type]
+
+
+def hidden_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of the unregistered modules in attributes.
+
+    A teacher is often kept in a list or in a plain object, so that checkpoints exclude it.
+    """
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items() if has_user_state(type(owner)) else ():
+            if key not in INTERNALS:
+                yield from _modules_in(f"{path}.{key}".lstrip("."), value)
+
+
+def _modules_in(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield name, value
+    elif depth and kind_of(type(value)) in ("container", "tuple", "object"):  # type: ignore[arg-type]
+        for key, entry, _ in searched_entries(value):
+            yield from _modules_in(f"{name}.{key}", entry, depth - 1)
 
 
 # --- snapshots by name ----------------------------------------------------------------------------
@@ -130,11 +153,10 @@ def _values(
             yield name, torch.tensor(value)
     elif kind in ("container", "tuple", "object") and id(value) not in visited:
         visited.add(id(value))
-        entries = getattr(value, "__dict__", {}) if kind == "object" else value
         if kind != "object":
             yield f"len({name})", len(value)
         if depth < MAX_DEPTH:
-            for key, entry, inner in searched_entries(entries):
+            for key, entry, inner in searched_entries(value):
                 yield from _values(f"{name}.{key}", entry, inner, visited, depth + 1)
 
 

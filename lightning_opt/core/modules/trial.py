@@ -25,12 +25,7 @@ from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import is_dtensor
-from lightning_opt.core.modules.state_kinds import (
-    INTERNALS,
-    MAX_SEARCHED_ENTRIES,
-    has_user_state,
-    kind_of,
-)
+from lightning_opt.core.modules.state_kinds import hidden_modules
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -254,32 +249,12 @@ class WrittenParameters:
 
 
 def all_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's parameters by name, including those of unregistered modules.
-
-    A teacher is often kept in a list or in a plain object, so that checkpoints exclude it.
-    """
-    named = dict(module.named_parameters())
-    known = set(named.values())
-    for path, owner in module.named_modules():
-        attributes = vars(owner) if has_user_state(type(owner)) else {}
-        for name, value in attributes.items():
-            for hidden in () if name in INTERNALS else _hidden_modules(value):
-                for inner, parameter in hidden.named_parameters():
-                    if parameter not in known:
-                        known.add(parameter)
-                        named[f"{path}.{name}.{inner}".lstrip(".")] = parameter
-    return named
-
-
-def _hidden_modules(value: Any, depth: int = 2) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif depth and (kind := kind_of(type(value))) in ("container", "tuple", "object"):  # type: ignore[arg-type]
-        entries = getattr(value, "__dict__", {}) if kind == "object" else value
-        entries = entries.values() if isinstance(entries, dict) else entries
-        if len(entries) <= MAX_SEARCHED_ENTRIES:
-            for entry in list(entries):
-                yield from _hidden_modules(entry, depth - 1)
+    """Return a module's parameters by name, including those of unregistered modules."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for path, hidden in hidden_modules(module):
+        for name, parameter in hidden.named_parameters():
+            names.setdefault(parameter, f"{path}.{name}")
+    return {name: parameter for parameter, name in names.items()}
 
 
 def _addresses(parameter: Tensor) -> list[int]:

@@ -26,6 +26,12 @@ class Meter:
         self.itself = self
 
 
+class Holder(nn.Module):
+    def __init__(self, model: nn.Module, teachers: list[nn.Module]) -> None:
+        super().__init__()
+        self.model, self.teachers = model, teachers
+
+
 class Busy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +153,16 @@ def test_preserved_restores_gradients_modes_and_state():
     torch.testing.assert_close(state_of(module)[:2], expected[:2], rtol=0.0, atol=0.0)
     assert state_of(module)[2] == expected[2]
     assert module(x) == noise
+
+
+def test_buffers_of_an_unregistered_module_are_restored():
+    model, teacher = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    holder = Holder(model, [teacher])
+    with preserved(holder):
+        teacher(model(torch.ones(4, 2)))
+        assert int(teacher.num_batches_tracked) == 1
+    assert int(teacher.num_batches_tracked) == 0
+    assert torch.equal(teacher.running_mean, torch.zeros(2))
 
 
 def test_dict_subclasses_are_restored_except_frozen_ones():

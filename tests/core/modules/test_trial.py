@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_side_effects
+from lightning_opt.core.modules.trial import (
+    TrialStep,
+    WrittenParameters,
+    all_parameters,
+    without_side_effects,
+)
 from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights, weights_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -120,6 +125,13 @@ def test_trial_steps_do_not_change_the_run(callback: Any) -> None:
     plain, tried = fit(), fit(callback())
     assert tried.last == plain.last
     assert_same_weights(tried, plain)
+
+
+def test_parameters_of_all_hidden_modules_are_found() -> None:
+    module = SmallNet()
+    module.teachers = [nn.Linear(2, 2, bias=False), {"mean": nn.Linear(2, 2, bias=False)}]  # type: ignore[assignment]
+    hidden = all_parameters(module).keys() - dict(module.named_parameters())
+    assert hidden == {"teachers.0.weight", "teachers.1.mean.weight"}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
