@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
-from lightning_opt.batching.splitting import Pieces, Splitter
+from lightning_opt.batching.splitting import Pieces, Splitter, spectral_norm_vectors
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.batches import ADVICE, UnsplittableBatchError
 from lightning_opt.core.modules.compiling import has_compiled_parts, run_eagerly
@@ -146,10 +146,13 @@ class Comparison:
         splitter: Splitter,
         batch: Any,
         batch_idx: int,
+        runs_parts: bool,
     ) -> None:
         self._trainer, self._module, self._splitter = trainer, module, splitter
         self._batch, self._batch_idx = batch, batch_idx
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        # Without MicroBatching, each batch of a window updates these vectors.
+        self._reset_vectors = spectral_norm_vectors(module) if runs_parts else []
         self.problem, self.fails_on_parts, self.ran_out, self.error = "", False, False, 0.0
         self.parameters: list[str] = []
         self.state: list[str] = []
@@ -233,8 +236,10 @@ class Comparison:
                     self.logged.append(name)
 
     def _step_parts(self, parts: Pieces) -> Iterator[tuple[Tensor, dict[str, float]]]:
-        start = 0
+        start, vectors = 0, [vector.clone() for vector in self._reset_vectors]
         for part, samples in parts:
+            for vector, initial in zip(self._reset_vectors, vectors, strict=True):
+                vector.copy_(initial)
             try:
                 with isolated_random(self._module.device):
                     yield self._step(part, start, samples)

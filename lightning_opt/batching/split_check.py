@@ -83,7 +83,7 @@ class SplitCheck:
             return
         if getattr(trainer.strategy.model, "static_graph", False):
             return  # DDP would count the gradients of the check
-        found = Comparison(trainer, module, self._splitter, batch, batch_idx)
+        found = Comparison(trainer, module, self._splitter, batch, batch_idx, self._runs_parts)
         if is_sharded:
             found.problem = "the parameters are sharded."
         else:

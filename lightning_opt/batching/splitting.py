@@ -1,11 +1,11 @@
-"""Splits batches into parts, and weights the losses of the parts."""
+"""Splits batches into parts, weights their losses, and finds state to reset between parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_opt.core.modules.batches import (
     ADVICE,
@@ -82,3 +82,18 @@ class Splitter:
         if not isinstance(total, Tensor) and total == 0:
             return [0.0] * len(pieces)
         return [weight / total for weight in weights]
+
+
+def spectral_norm_vectors(module: nn.Module) -> list[Tensor]:
+    """Return the vectors that spectral norms update in each forward pass, whatever its samples.
+
+    If all parts of a batch begin with the same vectors, the batch updates them once.
+    """
+    vectors: list[Tensor] = []
+    for owner in module.modules():
+        parameters = dict(owner.named_parameters(recurse=False))
+        for name, buffer in owner.named_buffers(recurse=False):
+            # `parametrizations.spectral_norm` is a module; the older one has weight_u, weight_orig.
+            if hasattr(owner, "n_power_iterations") or f"{name[:-2]}_orig" in parameters:
+                vectors.append(buffer)
+    return vectors

@@ -276,6 +276,17 @@ class Normalized(Step):
         return super().loss((self.norm(batch[0]), batch[1]))
 
 
+class Spectral(Step):
+    """Its older and newer spectral norms run twice per step."""
+
+    def build(self) -> None:
+        older, newer = nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm
+        self.layer = nn.Sequential(older(nn.Linear(WIDTH, 8)), newer(nn.Linear(8, CLASSES)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.layer(2 * batch[0]).square().mean()
+
+
 class Accuracy(Step):
     """Logs a macro average and a root, which are no means over samples."""
 
@@ -446,5 +457,6 @@ SHAPES = {
     "MoCo": Shape(MomentumContrast),
     "reinforcement learning": Shape(Playing),
     "BatchNorm": Shape(Normalized),
+    "spectral_norm": Shape(Spectral),
     "macro accuracy and roots logged": Shape(Accuracy),
 }

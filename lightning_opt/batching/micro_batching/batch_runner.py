@@ -25,7 +25,7 @@ from lightning_opt.batching.micro_batching.ranks import (
 )
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes, pattern_of
 from lightning_opt.batching.split_check import SplitCheck
-from lightning_opt.batching.splitting import Pieces, Splitter
+from lightning_opt.batching.splitting import Pieces, Splitter, spectral_norm_vectors
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.batches import (
     UnsplittableBatchError,
@@ -67,6 +67,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._sizes, self._ranks = sizes, ranks
         self._device = trainer.strategy.root_device
         self._parameters: list[nn.Parameter] = list(module.parameters())
+        self._spectral_vectors = spectral_norm_vectors(module)
         self._state = StepState(module, self._device) if isinstance(sizes, LearnedSizes) else None
         self._logs = LogRecorder(module, self._split_check.sums)
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -246,7 +247,10 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         results: list[Any] = []
         skipped = 0
         loops = package_of(strategy).loops
+        vectors = [vector.clone() for vector in self._spectral_vectors]
         for number, (piece, _) in enumerate(pieces):
+            for vector, initial in zip(self._spectral_vectors, vectors, strict=True):
+                vector.copy_(initial)
             is_last = number == len(pieces) - 1
             # Only the last part reduces gradients; under DDP with "auto", in `last_backward`.
             no_reduction = not accumulating and (self._ranks.reduces or not is_last)
