@@ -226,10 +226,11 @@ class Comparison:
             )
         else:
             self.error = difference / norm
+            weights = [count for _, count in parts] if self._splitter.is_sum else shares
             for name, value in logged.items():
                 values = [part_logged.get(name, math.nan) for part_logged in logged_in_parts]
-                weighted = (value * share for value, share in zip(values, shares, strict=True))
-                mean = float(sum(weighted) / sum(shares))
+                weighted = (value * weight for value, weight in zip(values, weights, strict=True))
+                mean = float(sum(weighted) / sum(weights))
                 if value and math.isclose(value, sum(values), rel_tol=TOLERANCE):
                     self.sums.add(name)
                 elif abs(value - mean) > TOLERANCE * abs(value) + ROUNDING:

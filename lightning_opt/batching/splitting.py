@@ -28,6 +28,7 @@ class Splitter:
         is_sum: Whether the loss is a sum over samples.
 
     Attributes:
+        is_sum: As given.
         several_loaders: Whether a batch has one entry per loader.
     """
 
@@ -37,7 +38,7 @@ class Splitter:
         count: Callable[[Any], Any] | None,
         is_sum: bool = False,
     ) -> None:
-        self._split, self._count, self._is_sum = split, count, is_sum
+        self._split, self._count, self.is_sum = split, count, is_sum
         self.several_loaders = False
 
     def split(self, batch: Any, parts: int) -> Pieces:
@@ -72,7 +73,7 @@ class Splitter:
 
     def shares(self, pieces: Pieces) -> list[Any]:
         """Return the factor on each part's loss: a number, or a tensor on its own device."""
-        if len(pieces) == 1 or self._is_sum:
+        if len(pieces) == 1 or self.is_sum:
             return [1.0] * len(pieces)
         weights: list[Any] = [samples for _, samples in pieces]
         if self._count is not None:

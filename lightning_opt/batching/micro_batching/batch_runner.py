@@ -280,9 +280,10 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             Closure.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
             )
-        self._logs.log(samples, shares)
+        weights = samples if self._splitter.is_sum else shares
+        self._logs.log(samples, weights)
         if len(pieces) > 1 and any(results):
-            results = [merge_outputs(results, samples, shares)]
+            results = [merge_outputs(results, samples, weights)]
         return self._optimization.output_result_cls(total, extra=results[0])
 
     def _forward(self, piece: Any, number: int) -> tuple[Tensor | None, dict[str, Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -128,44 +129,59 @@ def _mean_of_caches(caches: Sequence[Any], weights: Weights) -> Any:
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], weights: Weights) -> Any:
     """Merge the outputs of ``training_step`` for the parts, except the loss.
 
-    Tensors and lists with one entry per sample are joined. Floating-point scalars are averaged.
-    Dicts, lists and tuples are merged entry by entry. A value that is equal in all parts is kept
-    once. Anything else becomes a list with one entry per micro-batch. Tensors are detached.
+    Tensors, arrays and lists with one entry per sample are joined. Floating-point scalars are
+    averaged. Dicts, and other lists and tuples, are merged entry by entry. A value that is equal in
+    all parts is kept once. Anything else becomes a list with one entry per micro-batch. Tensors are
+    detached.
     """
+    outputs = [_detached(output) for output in outputs]
     first = outputs[0]
+    if any(isinstance(output, float) for output in outputs):
+        numbers = all(isinstance(output, (int, float)) for output in outputs)
+        return combine(outputs, weights) if numbers else outputs
+    if any(type(output) is not type(first) for output in outputs):
+        return outputs
+    if isinstance(first, (Tensor, np.ndarray)):
+        return _merge_arrays(outputs, samples, weights)
+    if isinstance(first, (list, tuple)):
+        return _merge_lists(outputs, samples, weights)
     if isinstance(first, Mapping):
-        if all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
+        if all(output.keys() == first.keys() for output in outputs):
             return {
                 key: merge_outputs([output[key] for output in outputs], samples, weights)
                 for key in first
             }
-    elif isinstance(first, Tensor):
-        return _merge_tensors([_detached(output) for output in outputs], samples, weights)
-    elif isinstance(first, float):
-        return combine(outputs, weights)
-    elif isinstance(first, (list, tuple)):
-        if any(isinstance(item, (Tensor, Mapping)) for item in first):
-            if len({len(output) for output in outputs}) == 1:
-                merged = [
-                    merge_outputs(entries, samples, weights)
-                    for entries in zip(*outputs, strict=True)
-                ]
-                return type(first)(merged) if type(first) in (list, tuple) else merged
-        elif [len(output) for output in outputs] == list(samples):
-            return type(first)(item for output in outputs for item in output)
-    elif all(type(output) is type(first) and output == first for output in outputs):
+    elif isinstance(first, Hashable) and all(output == first for output in outputs):
         return first
-    return [_detached(output) for output in outputs]
+    return outputs
 
 
-def _merge_tensors(tensors: list[Any], samples: Sequence[int], weights: Weights) -> Any:
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        return tensors
-    if all(t.ndim and len(t) == n for t, n in zip(tensors, samples, strict=True)):
-        return torch.cat(tensors)
-    if all(t.ndim == 0 and t.is_floating_point() for t in tensors):
-        return combine(tensors, weights).to(tensors[0].dtype)
-    return tensors
+def _merge_arrays(arrays: list[Any], samples: Sequence[int], weights: Weights) -> Any:
+    first, lengths = arrays[0], [array.shape[:1] for array in arrays]
+    if lengths == [(count,) for count in samples] and len({a.shape[1:] for a in arrays}) == 1:
+        return torch.cat(arrays) if isinstance(first, Tensor) else np.concatenate(arrays)
+    if isinstance(first, Tensor) and all(t.ndim == 0 and t.is_floating_point() for t in arrays):
+        return combine(arrays, weights).to(first.dtype)
+    return arrays
+
+
+def _merge_lists(lists: list[Any], samples: Sequence[int], weights: Weights) -> Any:
+    kind = type(lists[0]) if type(lists[0]) in (list, tuple) else list
+    lengths = [len(entries) for entries in lists]
+    holds_fields = all(
+        isinstance(entry, (Tensor, np.ndarray)) and entry.shape[:1] in ((), (count,))
+        for entries, count in zip(lists, samples, strict=True)
+        for entry in entries
+    )
+    if lengths == list(samples) and not holds_fields:
+        return kind(_detached(entry) for entries in lists for entry in entries)
+    if len(set(lengths)) == 1 and any(
+        isinstance(e, (Tensor, np.ndarray, Mapping)) for e in lists[0]
+    ):
+        return kind(
+            merge_outputs(entries, samples, weights) for entries in zip(*lists, strict=True)
+        )
+    return lists
 
 
 def _detached(value: Any) -> Any:

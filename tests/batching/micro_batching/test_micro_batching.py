@@ -4,6 +4,7 @@ import functools
 import gc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.batching.micro_batching import batch_runner
-from lightning_opt.batching.micro_batching.logs_and_outputs import combine
+from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
 from lightning_opt.batching.split_check import SplitCheck
 from tests.batching.nets import Hooks, LinearNet, Net, Samples, SharpnessAware, train
 from tests.helpers.models import SmallNet, assert_same_weights
@@ -432,6 +433,23 @@ def test_learned_sizes_are_logged_reported_and_resumed(tmp_path):
     for callback in (first, fresh):
         quiet_trainer(callbacks=[callback]).fit(Net(), DataLoader(Samples(64), batch_size=16))
     assert first.state_dict() == fresh.state_dict()  # what it learned was of another model
+
+
+def test_outputs_of_each_kind_are_merged():
+    def output(samples: int, width: int, accuracy: float | None) -> dict[str, Any]:
+        rows = torch.ones(samples, 2, requires_grad=True)
+        boxes = [torch.zeros(4, 4)] * samples
+        values = {"array": rows.detach().numpy(), "boxes": boxes, "pair": (rows, rows.mean())}
+        return {**values, "accuracy": accuracy, "logits": torch.ones(samples, width), "name": "a"}
+
+    merged = merge_outputs([output(1, 5, None), output(2, 7, 0.5)], [1, 2], [1 / 3, 2 / 3])
+    assert np.array_equal(merged["array"], np.ones((3, 2)))
+    assert [box.shape for box in merged["boxes"]] == [(4, 4)] * 3
+    assert (len(merged["pair"][0]), float(merged["pair"][1])) == (3, 1.0)
+    assert not merged["pair"][0].requires_grad
+    assert merged["accuracy"] == [None, 0.5]
+    assert [logits.shape[1] for logits in merged["logits"]] == [5, 7]
+    assert merged["name"] == "a"
 
 
 def test_parts_without_tokens_count_equally():
