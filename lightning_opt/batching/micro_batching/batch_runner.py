@@ -102,21 +102,18 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         if parts > 1 or size is None:
             index = self._kwargs.get("batch_idx", 0)
             self._split_check.check_batch(self._trainer, self._module, batch, index, size)
-        largest_part = self._describe_largest_part(parts)
-        self._ranks.begin_batch(largest_part)
         if self._state is not None:
             self._state.parameters_change = self._split_check.parameters_change
             self._state.take()
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
         result: ClosureResult | None = None
         while result is None:
-            failed_samples, memory_error = 0, ""
+            memory_error = ""
             pieces: Pieces = [(batch, 0)]
-            self._ranks.begin_attempt()
+            self._ranks.begin_attempt(self._describe_largest_part(parts))
             try:
                 if parts > 1:
                     pieces = self._splitter.split(original, parts)
-                    failed_samples = max(samples for _, samples in pieces)
                 result = self._attempt(pieces)
             except CAUGHT as error:
                 if not self._can_retry(error):
@@ -126,16 +123,16 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 pass
             if result is None:
                 # Outside `except`, where the traceback would keep the memory alive.
+                failed_samples = max(samples for _, samples in pieces)
                 pieces = []
                 self._roll_back(versions, memory_error)
                 parts = self._next_parts(failed_samples, parts, memory_error)
-                largest_part = self._describe_largest_part(parts)
                 batch = copy_containers(original)
         self._earlier_gradients = None
         if self._state is not None:
             self._state.record_writes()
             self._state.clear()
-        self._ranks.record_success(largest_part)
+        self._ranks.record_success()
         if not isinstance(self._sizes, int):
             self._sizes.record_success(self._trainer.global_step)
         self._split_check.report()
@@ -237,10 +234,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         """Run forward and backward passes of all parts, and merge logs, loss and outputs."""
         trainer, strategy = self._trainer, self._trainer.strategy
         # In the middle of an accumulation window, gradients are not reduced.
-        accumulating = (
-            not strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate()
-        )
-        self._logs.clear()
+        accumulating = trainer.fit_loop._should_accumulate()
         shares = self._splitter.shares(pieces)
         samples = [count for _, count in pieces]
         total: Tensor | None = None
@@ -341,7 +335,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         if self._ranks.committed:
             raise MemoryError(REDUCTION_ERROR + memory_error)
         if memory_error:
-            self._ranks.report_failure()
+            self._ranks.exchange_failures(failed=True)
         self._logs.clear()
         self._state.restore()
         if self._earlier_gradients is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, default_collate
 
 from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.batch_runner import BatchRunner
-from lightning_opt.batching.micro_batching.ranks import DDPRanks, GlooRanks, Ranks
+from lightning_opt.batching.micro_batching.ranks import DDPRanks, Ranks, gloo_group
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
 from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least, check_one_of
@@ -158,7 +159,6 @@ class MicroBatching(RunCallback):
             device = trainer.strategy.root_device
             sizes = PlannedSizes(self._sizes, device, self.regrow_every, trainer.global_step)
         self._splitter.several_loaders = has_several_loaders(trainer)
-        self._stack.callback(ranks.close)
         BatchRunner(trainer, pl_module, self._splitter, sizes, ranks, self._stack)
 
     def _make_ranks(self, trainer: pl.Trainer) -> Ranks:
@@ -170,7 +170,8 @@ class MicroBatching(RunCallback):
         if trainer.world_size == 1:
             return Ranks()
         if isinstance(strategy, ModelParallelStrategy):
-            return GlooRanks(strategy._timeout)
+            world = dist.get_world_size()
+            return Ranks(self._stack.enter_context(gloo_group(world, strategy._timeout)))
         assert isinstance(strategy, DDPStrategy)
         if not isinstance(model, DistributedDataParallel):
             return Ranks()  # under DiLoCo, which does not reduce gradients
@@ -179,7 +180,8 @@ class MicroBatching(RunCallback):
                 "MicroBatching(size='auto') does not work with SyncBatchNorm: a rank that runs out "
                 "of memory leaves the others waiting. Give a number, such as MicroBatching(size=8)."
             )
-        return DDPRanks(model, strategy._timeout)
+        size = dist.get_world_size(model.process_group)
+        return DDPRanks(model, self._stack.enter_context(gloo_group(size, strategy._timeout)))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
@@ -197,10 +199,6 @@ class MicroBatching(RunCallback):
             f"{len(self._sizes.shapes)} shapes."
         ]
         return Report(f"MicroBatching(size={self.size!r})", self.events, notes)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore Lightning's closure."""
-        self.release(trainer)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore Lightning's closure and drop the references to the run."""

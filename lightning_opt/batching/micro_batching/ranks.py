@@ -17,8 +17,6 @@ from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import gather_objects, largest_over_ranks
 from lightning_opt.trainer.lightning import prepare_for_backward
 
-Backward = Callable[[], None]
-
 CPU = torch.device("cpu")
 
 MAX_KNOWN = 256
@@ -47,6 +45,8 @@ class OtherRankFailedError(Exception):
 
 class Ranks:
     """The ranks that run the same number of micro-batches; a single process without a group.
+
+    Under FSDP2, forward passes contain collectives, so a batch cannot be rolled back.
 
     Attributes:
         reduces: Whether :meth:`last_backward` reduces gradients over ranks.
@@ -79,15 +79,13 @@ class Ranks:
 
     def gather(self, item: Any) -> list[Any]:
         """Return the items of all ranks. Every rank must call this."""
-        return [item]
+        with _explain_errors():
+            return gather_objects(item, () if self._group is None else (self._group,))
 
-    def begin_batch(self, largest_part: tuple[str, int, int] | None) -> None:
+    def begin_attempt(self, largest_part: tuple[str, int, int] | None) -> None:
         pass
 
-    def begin_attempt(self) -> None:
-        pass
-
-    def last_backward(self, backward: Backward, loss: Tensor, accumulating: bool) -> None:
+    def last_backward(self, backward: Callable[[], None], loss: Tensor, accumulating: bool) -> None:
         """Run the last backward pass of a batch.
 
         If ``accumulating``, more batches of the window follow and gradients are not reduced yet.
@@ -97,34 +95,23 @@ class Ranks:
     def commit(self) -> None:
         pass
 
-    def report_failure(self) -> None:
-        pass
+    def exchange_failures(self, failed: bool = False) -> bool:
+        return False
 
-    def record_success(self, largest_part: tuple[str, int, int] | None) -> None:
-        pass
-
-    def close(self) -> None:
+    def record_success(self) -> None:
         pass
 
 
-class GlooRanks(Ranks):
-    """The ranks of FSDP2. Forward passes contain collectives, so a batch cannot be rolled back.
-
-    Args:
-        timeout: The timeout of the gloo group.
-        size: Number of neighbouring ranks in each gloo group; None for all ranks.
-    """
-
-    def __init__(self, timeout: timedelta | None, size: int | None = None) -> None:
-        size = size or dist.get_world_size()
-        super().__init__(dist.new_subgroups(size, backend="gloo", timeout=timeout)[0])
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+@contextmanager
+def gloo_group(size: int, timeout: timedelta | None) -> Iterator[Any]:
+    """Create a gloo group of each ``size`` neighbouring ranks. Every rank must call this."""
+    group, _ = dist.new_subgroups(size, backend="gloo", timeout=timeout)
+    yield group
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
-class DDPRanks(GlooRanks):
+class DDPRanks(Ranks):
     """The ranks of DDP, which roll a batch back together.
 
     Micro-batches run without communication until the last backward pass. Then one all-reduce over
@@ -136,43 +123,33 @@ class DDPRanks(GlooRanks):
 
     reduces = True
 
-    def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
-        super().__init__(timeout, dist.get_world_size(model.process_group))
+    def __init__(self, model: DistributedDataParallel, group: Any) -> None:
+        super().__init__(group)
         self._model = model
         self._known_to_fit: deque[tuple[str, int, int]] = deque(maxlen=MAX_KNOWN)
         self._cautious_batches = 0
-        self._may_run_out = False
 
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
         (max_parts,) = self.largest(parts)
         return parts if max_parts == parts else min(max_parts, max(parts, count_samples()))
 
-    def gather(self, item: Any) -> list[Any]:
-        with _explain_errors():
-            return gather_objects(item, (self._group,))
-
-    def begin_batch(self, largest_part: tuple[str, int, int] | None) -> None:
-        self._cautious_batches -= 1
-        self._may_run_out = self._cautious_batches > 0 or not self._is_known_to_fit(largest_part)
+    def begin_attempt(self, largest_part: tuple[str, int, int] | None) -> None:
+        self._largest_part, self._is_known = largest_part, False
+        if largest_part is not None:
+            pattern, elements, samples = largest_part
+            known = self._known_to_fit
+            self._is_known = any(
+                p == pattern and e >= elements and s >= samples for p, e, s in known
+            )
         self.committed = False
         self._forward_param_sync = self._model.require_forward_param_sync
 
-    def _is_known_to_fit(self, largest_part: tuple[str, int, int] | None) -> bool:
-        if largest_part is None:
-            return False
-        pattern, elements, samples = largest_part
-        known = self._known_to_fit
-        return any(p == pattern and e >= elements and s >= samples for p, e, s in known)
-
-    def begin_attempt(self) -> None:
-        self._model.require_forward_param_sync = self._forward_param_sync
-
-    def last_backward(self, backward: Backward, loss: Tensor, accumulating: bool) -> None:
+    def last_backward(self, backward: Callable[[], None], loss: Tensor, accumulating: bool) -> None:
         """Run the last backward pass, and exchange failures between ranks.
 
         Gradients are reduced unless ``accumulating``.
         """
-        if accumulating or self._exchange_failures():
+        if accumulating or self.exchange_failures():
             backward()
             self.commit()
             if not accumulating:
@@ -184,29 +161,29 @@ class DDPRanks(GlooRanks):
 
     def commit(self) -> None:
         """Exchange failures. If no rank has failed, the batch can no longer be rolled back."""
-        self._exchange_failures()
+        self.exchange_failures()
         self.committed = True
 
-    def report_failure(self) -> None:
-        self._exchange_failures(failed=True)
-
-    def _exchange_failures(self, failed: bool = False) -> bool:
+    def exchange_failures(self, failed: bool = False) -> bool:
         """Return whether the micro-batches of any rank are not known to fit.
 
         Raises:
             OtherRankFailedError: If another rank has failed, and this one has not.
         """
-        any_failed, any_may_run_out = self.largest(failed, self._may_run_out)
+        may_run_out = self._cautious_batches > 0 or not self._is_known
+        any_failed, any_may_run_out = self.largest(failed, may_run_out)
         if any_failed:
             self._known_to_fit.clear()
             self._cautious_batches = CAUTIOUS_BATCHES
+            self._model.require_forward_param_sync = self._forward_param_sync
         if any_failed and not failed:
             raise OtherRankFailedError
         return bool(any_may_run_out)
 
-    def record_success(self, largest_part: tuple[str, int, int] | None) -> None:
-        if largest_part is not None and not self._is_known_to_fit(largest_part):
-            self._known_to_fit.append(largest_part)
+    def record_success(self) -> None:
+        self._cautious_batches -= 1
+        if self._largest_part is not None and not self._is_known:
+            self._known_to_fit.append(self._largest_part)
 
 
 @contextmanager
