@@ -58,12 +58,15 @@ class Splitter:
         [(_, samples)] = self.split(batch, 1)
         return samples
 
-    def _read(self, batch: Any) -> Reading:
+    def entries(self, batch: Any) -> list[Any]:
+        """Return the batch of each loader that is not exhausted."""
         if not self.several_loaders:
-            return read_batch(batch)
+            return [batch]
         entries = batch.values() if isinstance(batch, Mapping) else batch
-        # The entry of an exhausted loader is None.
-        readings = [read_batch(entry) for entry in entries if entry is not None]
+        return [entry for entry in entries if entry is not None]
+
+    def _read(self, batch: Any) -> Reading:
+        readings = [read_batch(entry) for entry in self.entries(batch)]
         if len({reading.samples for reading in readings}) > 1:
             raise UnsplittableBatchError(
                 f"The loaders have different numbers of samples in a batch. {ADVICE}"

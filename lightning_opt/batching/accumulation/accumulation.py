@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,8 +33,6 @@ from lightning_opt.trainer.run_callback import RunCallback, raise_if_dataloader_
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-UNITS = ("batches", "samples", "tokens")
 
 
 class Accumulation(RunCallback):
@@ -84,7 +83,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    not_pickled = ("_trainer", "_split_check", "_make_step", "_make_zero_grad")
+    not_pickled = ("_trainer",)
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class Accumulation(RunCallback):
                 "Accumulation takes schedule or effective_batch, not both: got "
                 f"{schedule!r} and {effective_batch!r}."
             )
-        self.normalize: str = check_one_of("normalize", normalize, UNITS)
+        self.normalize: str = check_one_of("normalize", normalize, ("batches", "samples", "tokens"))
         if normalize == "tokens" and count is None:
             raise ValueError(
                 "normalize='tokens' needs count=..., a function that returns the number of tokens "
@@ -120,16 +119,12 @@ class Accumulation(RunCallback):
         self._splitter = Splitter(None, count)
         self._trainer: pl.Trainer | None = None
         self._stack = Patches()
-        self._make_step: Any = None  # set while training
-        self._make_zero_grad: Any = None
-        self._split_check: SplitCheck | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._first_weight = 0.0  # mean weight over ranks of the run's first batch
         self._start, self._length, self._is_open = 0, 1, False  # the window
         self._window_weight: Scalar = 0.0  # sum over the window's batches so far
-        self._earlier_weight: Scalar = 0.0  # the same without the current batch
         self._batch_weight: Scalar = 1.0  # weight of the current batch
         self._unaveraged = 0  # number of batches whose gradients are not averaged yet
         self._restored_gradients: dict[str, Tensor] = {}  # from a checkpoint
@@ -142,7 +137,7 @@ class Accumulation(RunCallback):
         if stage != "fit":
             return
         self.release(trainer)
-        _check(trainer, pl_module, self.normalize != "batches", bool(self.accumulates_by))
+        self._check(trainer, pl_module)
         self._trainer = trainer
         if not self.accumulates_by:
             return
@@ -158,6 +153,32 @@ class Accumulation(RunCallback):
                 trainer.accumulate_grad_batches = batches_for(samples, loader, ranks)
 
             self._stack.enter_context(intercepted_loaders(trainer, set_length))
+
+    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+        if self.accumulates_by and (scheduled or trainer.accumulate_grad_batches != 1):
+            other = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+            if scheduled:
+                other = "GradientAccumulationScheduler"
+            raise ValueError(
+                f"{other} and Accumulation both set the number of batches per step. Remove one: "
+                "Accumulation without schedule and effective_batch uses the Trainer's."
+            )
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "Accumulation does not work under manual optimisation, where training_step itself "
+                "steps the optimizers. Use lightning_opt.GradientAccumulator there."
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise ValueError(
+                "Accumulation does not work with the DeepSpeed strategy, which accumulates "
+                "gradients itself: set gradient_accumulation_steps through "
+                "Trainer(accumulate_grad_batches=...)."
+            )
+        if self.normalize != "batches":
+            use = "to count. normalize='batches' works."
+            raise_if_dataloader_iter("Accumulation", pl_module, use)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Reset the state that belongs to another model."""
@@ -178,6 +199,8 @@ class Accumulation(RunCallback):
         optimization = loop.automatic_optimization
         self._device = trainer.strategy.root_device
         self._flat = flat_parameter_groups(trainer.model or pl_module)
+        # With "batches", the weights of all ranks are equal.
+        self._groups = () if self.normalize == "batches" else step_groups(trainer)
         if self._restored_gradients:
             named = dict(pl_module.named_parameters())
             for name, gradient in self._restored_gradients.items():
@@ -188,13 +211,13 @@ class Accumulation(RunCallback):
         if self._is_open and self.schedule is not None:
             trainer.accumulate_grad_batches = self._length  # of the resumed window
         self._splitter.several_loaders = has_several_loaders(trainer)
-        if self.normalize != "batches":
-            self._split_check = SplitCheck(self._splitter, runs_parts=False)
-        self._make_step = optimization._make_step_fn
-        self._make_zero_grad = optimization._make_zero_grad_fn
-        self._stack.enter_context(replaced(loop, _accumulated_batches_reached=self._is_complete))
+        self._split_check = SplitCheck(self._splitter, runs_parts=False)
+        is_complete = partial(self._is_complete, loop)
+        make_step = partial(self._make_step, optimization._make_step_fn)
+        make_zero_grad = partial(self._make_zero_grad, trainer, optimization._make_zero_grad_fn)
+        self._stack.enter_context(replaced(loop, _accumulated_batches_reached=is_complete))
         self._stack.enter_context(
-            replaced(optimization, _make_step_fn=self._step_fn, _make_zero_grad_fn=self._zero_fn)
+            replaced(optimization, _make_step_fn=make_step, _make_zero_grad_fn=make_zero_grad)
         )
 
     # --- the window -----------------------------------------------------------------------------
@@ -207,19 +230,19 @@ class Accumulation(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a window if the last one has ended, and compute the batch's weight."""
-        if self._split_check is not None:
+        if self.normalize != "batches":
             self._split_check.check_batch(trainer, pl_module, batch, batch_idx)
         if not self._is_open or batch_idx - self._start >= self._length:
             self._begin_window(trainer, batch_idx)
-        self._earlier_weight, self._has_run_backward = self._window_weight, False
+        self._has_run_backward = False
         if self._count is not None:
             self._batch_weight = count_with(self._count, batch)
         elif self.normalize == "batches":
             self._batch_weight = 1.0
         else:
-            self._batch_weight = count_samples(batch, self._splitter.several_loaders)
+            self._batch_weight = count_samples(self._splitter.entries(batch))
         if self._first_weight == 0.0:  # equal on all ranks; set once per run
-            total, world = self._sum_over_ranks(trainer, self._batch_weight)
+            total, world = sum_over_ranks(self._batch_weight, self._device, self._groups)
             self._first_weight = float(total) / world or 1.0
 
     def _begin_window(self, trainer: pl.Trainer, batch_idx: int) -> None:
@@ -233,19 +256,19 @@ class Accumulation(RunCallback):
         self._start, self._length, self._is_open = batch_idx, length, True
         self._window_weight, self._unaveraged = 0.0, 0
 
-    def _is_complete(self) -> bool:
-        assert self._trainer is not None
-        ready: int = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return ready - self._start >= self._length
+    def _is_complete(self, loop: Any) -> bool:
+        return bool(loop.batch_progress.current.ready - self._start >= self._length)
 
-    def _zero_fn(self, batch_idx: int, optimizer: Optimizer) -> Any:
+    def _make_zero_grad(
+        self, trainer: pl.Trainer, make: Any, batch_idx: int, optimizer: Optimizer
+    ) -> Any:
         if batch_idx != self._start:
             return None
-        with replaced(self._trainer, accumulate_grad_batches=1):
-            return self._make_zero_grad(batch_idx, optimizer)
+        with replaced(trainer, accumulate_grad_batches=1):
+            return make(batch_idx, optimizer)
 
-    def _step_fn(self, kwargs: OrderedDict[str, Any]) -> Callable[[], Any]:
-        step, weight = self._make_step(kwargs), self._batch_weight / self._first_weight
+    def _make_step(self, make: Any, kwargs: OrderedDict[str, Any]) -> Callable[[], Any]:
+        step, weight = make(kwargs), self._batch_weight / self._first_weight
         if not isinstance(weight, Tensor) and weight == 1.0:
             return step  # type: ignore[no-any-return]
 
@@ -261,18 +284,17 @@ class Accumulation(RunCallback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the batch's weight. At the window's end, average the gradients."""
-        if self._make_step is None:
-            return
-        if self._has_run_backward and trainer.fit_loop.batch_idx > self._start:
+        is_first_batch = trainer.fit_loop.batch_idx == self._start
+        if self._has_run_backward and not is_first_batch:
             raise RuntimeError(
                 "The optimizer evaluates the loss several times per step, which Accumulation "
                 f"supports only with one batch per step; this window has {self._length}. "
                 "Remove Accumulation, or use another optimizer."
             )
-        if self._split_check is not None:
-            self._split_check.report()
+        self._split_check.report()
         # If the loss is evaluated again, the weight must not be added twice.
-        self._window_weight = self._earlier_weight + self._batch_weight
+        earlier_weight = 0.0 if is_first_batch else self._window_weight
+        self._window_weight = earlier_weight + self._batch_weight
         self._unaveraged += 1
         if not trainer.fit_loop._should_accumulate():
             self._average(trainer)
@@ -282,55 +304,35 @@ class Accumulation(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Average the gradients now if ``training_step`` returned None for the last batch."""
-        if self._make_step is not None and self._unaveraged:
+        if self._unaveraged:
             self._average(trainer)
-
-    def _sum_over_ranks(self, trainer: pl.Trainer, count: Scalar) -> tuple[Scalar, int]:
-        """Return the sum over the ranks that step together, and the number of these ranks."""
-        if self.normalize == "batches":  # all ranks have equal weights
-            return count, 1
-        return sum_over_ranks(count, self._device, step_groups(trainer))
 
     @torch.no_grad()
     def _average(self, trainer: pl.Trainer) -> None:
         # Each gradient is now the mean over ranks of `sum(weight / first_weight * gradient)`,
         # divided by `accumulate_grad_batches`, and under float16 multiplied by the loss scale.
         expected = trainer.accumulate_grad_batches * self._first_weight
-        total, world = self._sum_over_ranks(trainer, self._window_weight)
+        total, world = sum_over_ranks(self._window_weight, self._device, self._groups)
         factor = quotient(world * expected, total)
         self._unaveraged = 0
         if isinstance(factor, Tensor) or factor != 1.0:
             parameters = parameters_of(trainer.optimizers[0])  # some may have been added
             collect_gradients(parameters, self._flat).scale_(factor)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        """Close the window after its optimizer step."""
-        if not trainer.fit_loop._should_accumulate():
-            self._is_open = False
-
     # --- after training -------------------------------------------------------------------------
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore Lightning's window and drop the references to the run."""
         self._stack.close()
-        self._make_step = self._make_zero_grad = self._split_check = None
-        self._trainer, self._flat = None, {}
-        self._batch_weight = 1.0
+        self._trainer, self._flat, self._groups = None, {}, ()
         self._restored_gradients = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window's state; on a single process, include its gradients so far."""
         gradients = dict(self._restored_gradients)
-        module = self._model() if self._model is not None else None
         if self._unaveraged and self._trainer is not None and self._trainer.world_size == 1:
-            assert module is not None
-            gradients = {
-                name: parameter.grad.detach().clone()
-                for name, parameter in module.named_parameters()
-                if parameter.grad is not None
-            }
+            named = self._trainer.lightning_module.named_parameters()
+            gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
         return {
             "unit": self._first_weight,
             "start": self._start,
@@ -347,30 +349,3 @@ class Accumulation(RunCallback):
         self._start, self._length = state_dict["start"], state_dict["length"]
         self._is_open, self._unaveraged = state_dict["open"], state_dict["counted"]
         self._restored_gradients = dict(state_dict["gradients"])
-
-
-def _check(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, sets_length: bool
-) -> None:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-    if sets_length and (scheduled or trainer.accumulate_grad_batches != 1):
-        other = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
-        if scheduled:
-            other = "GradientAccumulationScheduler"
-        raise ValueError(
-            f"{other} and Accumulation both set the number of batches per step. Remove one: "
-            "Accumulation without schedule and effective_batch uses the Trainer's."
-        )
-    if not pl_module.automatic_optimization:
-        raise ValueError(
-            "Accumulation does not work under manual optimisation, where training_step itself "
-            "steps the optimizers. Use lightning_opt.GradientAccumulator there."
-        )
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        raise ValueError(
-            "Accumulation does not work with the DeepSpeed strategy, which accumulates gradients "
-            "itself: set gradient_accumulation_steps through Trainer(accumulate_grad_batches=...)."
-        )
-    if counts:
-        raise_if_dataloader_iter("Accumulation", pl_module, "to count. normalize='batches' works.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,12 +49,8 @@ def batches_for(effective_batch: int, loader: Any, ranks: int) -> int:
     return batches
 
 
-def count_samples(batch: Any, several: bool) -> float:
-    """Return the number of samples; with several loaders, the sum over their batches."""
-    batches = [batch]
-    if several:  # an exhausted loader's entry is None
-        entries = batch.values() if isinstance(batch, Mapping) else batch
-        batches = [entry for entry in entries if entry is not None]
+def count_samples(batches: Iterable[Any]) -> float:
+    """Return the number of samples of all batches together."""
     try:
         return float(sum(read_batch(entry).samples for entry in batches))
     except UnsplittableBatchError as error:
