@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from lightning_opt.core.measure.exhaustion import free_unused
 from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
@@ -15,8 +16,7 @@ from lightning_opt.core.measure.memory import (
 )
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Memory as shares of the nearest limit.
 
     Attributes:
@@ -49,10 +49,7 @@ class LimitMeter:
         self.sample = self._meter.sample  # for systems that record no peak
 
     def start(self) -> None:
-        if self._device.type == "cpu":
-            malloc_trim()  # memory kept for reuse would count as the peak
-        elif self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_unused(self._device)  # memory kept for reuse would count as the peak
         self._meter.start()
 
     def read(self) -> Peak:
@@ -68,8 +65,5 @@ class LimitMeter:
             if self._budget is not None:
                 uses.append((now, self._budget))
         above_now = max(0, peak - now)
-        return max(
-            (Peak((used + above_now) / total, used / total) for used, total in uses),
-            key=lambda peak: peak.share,
-            default=Peak(0.0, 0.0),
-        )
+        peaks = [Peak((used + above_now) / total, used / total) for used, total in uses]
+        return max(peaks, default=Peak(0.0, 0.0))

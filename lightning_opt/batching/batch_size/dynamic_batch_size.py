@@ -6,6 +6,8 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -135,14 +137,47 @@ class DynamicBatchSize(RunCallback):
         if stage != "fit":
             return
         self.release(trainer)
-        _check(trainer, pl_module, self.scale_lr, self.keep_effective)
-        self._trainer, self._accumulation = trainer, int(trainer.accumulate_grad_batches)
+        self._check(trainer, pl_module)
+        self._trainer, self._ranks = trainer, data_ranks(trainer)
+        self._accumulation = int(trainer.accumulate_grad_batches)
         if self.size is None and not (trainer.fit_loop.skip or _is_resuming(trainer)):
             self._search(trainer, pl_module)
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
         self._settings = {name: getattr(trainer, name) for name in names}
         self._stack.enter_context(replaced(trainer, **self._settings))
-        self._stack.enter_context(intercepted_loaders(trainer, self._set_size))
+        self._stack.enter_context(intercepted_loaders(trainer, partial(self._set_size, trainer)))
+
+    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise ValueError(
+                "DynamicBatchSize does not work with the DeepSpeed strategy, which reads the batch "
+                "size once, at the start."
+            )
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        sources = {c.accumulates_by for c in callbacks if isinstance(c, RunCallback)}
+        if "effective_batch" in sources or ("schedule" in sources and self.scale_lr is None):
+            raise ValueError(
+                "Accumulation and DynamicBatchSize both set the samples per step. Remove "
+                "Accumulation's schedule or effective_batch; scale_lr allows a schedule."
+            )
+        if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+            raise ValueError(
+                "BatchSizeFinder and DynamicBatchSize both set the batch size. Remove one of them."
+            )
+        if self.scale_lr is not None:
+            return
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "DynamicBatchSize cannot keep the samples per step under manual optimisation, "
+                "where training_step itself accumulates. Choose how learning rates follow the "
+                "batch size: scale_lr='linear' or 'sqrt'."
+            )
+        sets_both = self.keep_effective is not None and trainer.accumulate_grad_batches != 1
+        if sets_both or any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
+            raise ValueError(
+                "DynamicBatchSize sets accumulate_grad_batches itself. Remove keep_effective or "
+                "accumulate_grad_batches, and GradientAccumulationScheduler."
+            )
 
     def _search(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -157,10 +192,9 @@ class DynamicBatchSize(RunCallback):
 
     def _round_down(self, limit: int) -> int:
         """Return the largest size up to ``limit`` that divides each rank's samples per step."""
-        assert self._trainer is not None
         if self.scale_lr is not None:
             return limit
-        ranks = data_ranks(self._trainer)
+        ranks = self._ranks
         if self._effective is None:
             initial = self._initial * self._accumulation * ranks
             self._effective = self.keep_effective or initial
@@ -173,18 +207,15 @@ class DynamicBatchSize(RunCallback):
         sizes = (size for size in range(min(samples, limit), 0, -1) if samples % size == 0)
         return next(sizes, 0)
 
-    def _set_size(self, loader: Any) -> None:
+    def _set_size(self, trainer: pl.Trainer, loader: Any) -> None:
         """Set the size of a training loader. Called each time a loader is created."""
         check_loader(loader)
-        trainer = self._trainer
-        assert trainer is not None
         if self.size is None:  # before a checkpoint is loaded
             return
         self.size = self._round_down(self.size)  # the checkpoint's number of ranks may differ
         set_batch_size(loader, self.size)
         if self._effective is not None:
-            rank_samples = self._effective // data_ranks(trainer)
-            trainer.accumulate_grad_batches = rank_samples // self.size
+            trainer.accumulate_grad_batches = self._effective // self._ranks // self.size
         for name in ("limit_train_batches", "val_check_interval"):
             batches = self._settings[name]
             if isinstance(batches, int):  # keep the samples; an epoch drops none
@@ -203,7 +234,7 @@ class DynamicBatchSize(RunCallback):
         scale = 1.0
         if self.scale_lr is not None:
             scale = SCALE_RULES[self.scale_lr](self.size / self._initial)
-            self._stack.callback(_ScaledRates(trainer.optimizers, scale).close)
+            _scale_rates(trainer.optimizers, scale, self._stack)
         values = {
             "batch_size/size": self.size,
             "batch_size/accumulate": trainer.accumulate_grad_batches,
@@ -250,35 +281,28 @@ class DynamicBatchSize(RunCallback):
             self._trainer.fit_loop._combined_loader = None
 
 
-class _ScaledRates:
-    """Multiplies learning rates, but only while an optimizer steps.
+def _scale_rates(optimizers: Iterable[Optimizer], scale: float, stack: ExitStack) -> None:
+    """Multiply learning rates while an optimizer steps, until ``stack`` closes.
 
     Schedulers and checkpoints see the unscaled rates.
     """
+    unscaled: list[tuple[dict[str, Any], Any]] = []
 
-    def __init__(self, optimizers: Iterable[Optimizer], scale: float) -> None:
-        self._scale = scale
-        self._unscaled: list[tuple[dict[str, Any], Any]] = []
-        self._handles: list[Any] = []
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._multiply))
-            self._handles.append(optimizer.register_step_post_hook(self._restore))
-
-    def _multiply(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # the post hook does not run if a step raises
-        for group in optimizer.param_groups:
-            self._unscaled.append((group, group["lr"]))
-            group["lr"] = group["lr"] * self._scale
-
-    def _restore(self, *args: Any) -> None:
-        for group, rate in self._unscaled:
+    def restore(*args: Any) -> None:
+        for group, rate in unscaled:
             group["lr"] = rate
-        self._unscaled = []
+        unscaled.clear()
 
-    def close(self) -> None:
-        self._restore()
-        for handle in self._handles:
-            handle.remove()
+    def multiply(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        restore()  # the post hook does not run if a step raises
+        for group in optimizer.param_groups:
+            unscaled.append((group, group["lr"]))
+            group["lr"] = group["lr"] * scale
+
+    stack.callback(restore)
+    for optimizer in optimizers:
+        stack.callback(optimizer.register_step_pre_hook(multiply).remove)
+        stack.callback(optimizer.register_step_post_hook(restore).remove)
 
 
 def _is_resuming(trainer: pl.Trainer) -> bool:
@@ -286,41 +310,3 @@ def _is_resuming(trainer: pl.Trainer) -> bool:
     run = type(trainer)._run.__code__
     calls = [frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_code is run]
     return any(call["self"] is trainer and call["ckpt_path"] is not None for call in calls)
-
-
-def _check(
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
-    scale_lr: str | None,
-    keep_effective: int | None,
-) -> None:
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        raise ValueError(
-            "DynamicBatchSize does not work with the DeepSpeed strategy, which reads the batch "
-            "size once, at the start."
-        )
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    sources = {c.accumulates_by for c in callbacks if isinstance(c, RunCallback)}
-    if "effective_batch" in sources or ("schedule" in sources and scale_lr is None):
-        raise ValueError(
-            "Accumulation and DynamicBatchSize both set the samples per step. Remove "
-            "Accumulation's schedule or effective_batch; scale_lr allows a schedule."
-        )
-    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-        raise ValueError(
-            "BatchSizeFinder and DynamicBatchSize both set the batch size. Remove one of them."
-        )
-    if scale_lr is not None:
-        return
-    if not pl_module.automatic_optimization:
-        raise ValueError(
-            "DynamicBatchSize cannot keep the samples per step under manual optimisation, "
-            "where training_step itself accumulates. Choose how learning rates follow the "
-            "batch size: scale_lr='linear' or 'sqrt'."
-        )
-    sets_both = keep_effective is not None and trainer.accumulate_grad_batches != 1
-    if sets_both or any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
-        raise ValueError(
-            "DynamicBatchSize sets accumulate_grad_batches itself. Remove keep_effective or "
-            "accumulate_grad_batches, and GradientAccumulationScheduler."
-        )

@@ -8,6 +8,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,18 +83,15 @@ class TrialCallback(BaseCallback):
         length: tuple[int, float, int],
         budget_mb: float | None,
         worst_batch: Callable[[int], Any] | None,
+        stack: ExitStack,
     ) -> None:
         self.size, self.length = size, length
-        self.budget_mb, self.worst_batch = budget_mb, worst_batch
+        self.budget_mb, self.worst_batch, self.stack = budget_mb, worst_batch, stack
         self.loader_size = self.samples = 0
-        self.stack = ExitStack()
         self.peak: Peak | None = None
         self._seconds: list[float] = []
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.stack.enter_context(intercepted_loaders(trainer, self._set_size))
-
-    def _set_size(self, loader: Any) -> None:
+    def set_size(self, loader: Any) -> None:
         self.loader_size = check_loader(loader)
         for part in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             generator = getattr(part, "generator", None)
@@ -245,20 +243,18 @@ class Trials:
             largest, trials = find_largest(
                 run, first.size, upper_limit, target=self._target, round_down=round_down
             )
-            if mode != "fastest" or not largest:
-                return FoundSizes(self.initial, largest, 0, trials)
-            fastest, timed = find_fastest(
-                lambda size: self.run(size, timed=True), largest, round_down
-            )
-            by_size = {trial.size: trial for trial in (*trials, *timed)}
-            return FoundSizes(self.initial, largest, fastest, list(by_size.values()))
+            fastest = 0
+            if mode == "fastest" and largest:
+                fastest, timed = find_fastest(partial(self.run, timed=True), largest, round_down)
+                trials = list({trial.size: trial for trial in (*trials, *timed)}.values())
+            return FoundSizes(self.initial, largest, fastest, trials)
 
     def run(self, size: int | None, timed: bool = False) -> Trial:
         trainer, device = self._trainer, self._trainer.strategy.root_device
         free_unused(device)
         length, worst_batch = (TIMED_TRIAL, None) if timed else (MEMORY_TRIAL, self._worst_batch)
-        probe = TrialCallback(size, length, self._budget, worst_batch)
         with ExitStack() as stack:
+            probe = TrialCallback(size, length, self._budget, worst_batch, stack)
             stack.enter_context(isolated_random(device))
             stack.enter_context(preserved(self._module))  # hooks of the copy may refer to it
             lightning_log = rank_zero.log
@@ -309,7 +305,6 @@ class Trials:
                 parameter.detach_().requires_grad_()
         # A trial has no validation metrics for hooks to read, and must not save checkpoints.
         vars(model).update(on_train_epoch_end=do_nothing, configure_callbacks=do_nothing)
-        stack.callback(probe.stack.close)
 
         old_loop = trainer.fit_loop
         package = package_of(trainer)
@@ -347,6 +342,7 @@ class Trials:
         datamodule = getattr(trainer, "datamodule", None)
         if datamodule is not None:
             stack.enter_context(replaced(datamodule, setup=do_nothing, teardown=do_nothing))
+        stack.enter_context(intercepted_loaders(trainer, probe.set_size))
         strategy.connect(model)
         return model
 

@@ -194,8 +194,7 @@ class PlannedSizes:
         shape, elements, samples, size = self._current
         if self._measures:
             peak = self._meter.read()
-            shares = peak.share, peak.current
-            measured = MeasuredPeak(pattern_of(shape), elements, size, *shares, self._batches)
+            measured = MeasuredPeak(pattern_of(shape), elements, size, *peak, self._batches)
             _store(self._measured, shape, measured)
         entry = self._sizes.shapes.get(shape)
         if entry is None or size > entry["size"]:
