@@ -276,7 +276,6 @@ class Comparison:
         with ExitStack() as stack:
             stack.enter_context(without_side_effects(self._trainer, self._module, self._written))
             stack.enter_context(_WithoutDropout())
-            stack.enter_context(torch.enable_grad())
             if has_compiled_parts(self._module):
                 stack.enter_context(run_eagerly())
             for layer in self._module.modules():

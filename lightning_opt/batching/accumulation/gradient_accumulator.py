@@ -95,10 +95,9 @@ class GradientAccumulator:
             RuntimeError: If no rank had a batch, or if weights that are numbers sum to 0. The sum
                 of weights that are tensors is not read; if it is 0, gradients are not divided.
         """
-        world, total = 1, self._total
-        if dist.is_available() and dist.is_initialized():
-            device = next(iter(self._named.values())).device
-            total, world = sum_over_ranks(total, device, (dist.group.WORLD,))
+        device = next(iter(self._named.values())).device
+        groups = (dist.group.WORLD,) if dist.is_available() and dist.is_initialized() else ()
+        total, world = sum_over_ranks(self._total, device, groups)
         # A tensor is read only on a rank without batches.
         if (not self.batches or not isinstance(total, Tensor)) and total <= 0:
             raise RuntimeError("There is nothing to average: no batches, or weights that sum to 0.")

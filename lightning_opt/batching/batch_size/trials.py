@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from lightning_opt.core.measure.exhaustion import (
     is_out_of_memory,
     recover_memory,
 )
-from lightning_opt.core.measure.timing import StepClock, wait_for
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import largest_over_ranks
@@ -81,15 +82,15 @@ class TrialCallback(BaseCallback):
         self,
         size: int | None,
         length: tuple[int, float, int],
-        budget_mb: float | None,
+        meter: LimitMeter,
         worst_batch: Callable[[int], Any] | None,
         stack: ExitStack,
     ) -> None:
-        self.size, self.length = size, length
-        self.budget_mb, self.worst_batch, self.stack = budget_mb, worst_batch, stack
+        self.size, self.length, self.meter = size, length, meter
+        self.worst_batch, self.stack = worst_batch, stack
         self.loader_size = self.samples = 0
         self.peak: Peak | None = None
-        self._seconds: list[float] = []
+        self._ends: list[float] = []  # times of the ends of steps
 
     def set_size(self, loader: Any) -> None:
         self.loader_size = check_loader(loader)
@@ -121,25 +122,23 @@ class TrialCallback(BaseCallback):
         def log_locally(*args: Any, **kwargs: Any) -> None:
             log_value(*args, **{**kwargs, "sync_dist": False})
 
-        step = self._end_on_all_ranks(strategy.training_step, always=False)
+        optimization = loop.epoch_loop.automatic_optimization
+        run = self._end_on_all_ranks(optimization.run)
         backward = self._end_on_all_ranks(pl_module.backward)
-        self.stack.enter_context(replaced(strategy, training_step=step))
+        self.stack.enter_context(replaced(optimization, run=run))
         self.stack.enter_context(replaced(pl_module, backward=backward, log=log_locally))
         self.stack.enter_context(replaced(plugin, convert_input=convert_input))
-        for part in (loop.epoch_loop.automatic_optimization, loop.epoch_loop.manual_optimization):
-            self.stack.enter_context(replaced(part, run=self._end_on_all_ranks(part.run)))
         if isinstance(strategy, ParallelStrategy):
             # Without reduction, no rank waits for a rank that has run out of memory.
             self.stack.enter_context(strategy.block_backward_sync())
-        self.meter = LimitMeter(self.device, self.budget_mb)
         self.meter.start()
-        self.clock = StepClock(self.device)
 
-    def _end_on_all_ranks(self, function: Any, always: bool = True) -> Any:
+    def _end_on_all_ranks(self, function: Any) -> Any:
         """Return a function that ends the trial on all ranks if one of them runs out of memory.
 
-        Ranks exchange failures in an all-reduce after the function. With ``always=False`` only a
-        failed rank calls the all-reduce here. It pairs with the next all-reduce of the other ranks.
+        Ranks exchange failures in an all-reduce after the function. A rank that failed before the
+        backward pass calls it after the whole step: it pairs with the all-reduce of the other ranks
+        after their backward pass.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -150,34 +149,30 @@ class TrialCallback(BaseCallback):
                 if not is_out_of_memory(error):
                     raise
                 ran_out = True
-            if (always or ran_out) and self.ranks > 1:
-                ran_out = bool(largest_over_ranks([ran_out], self.device)[0])
-            if ran_out:
+            if any(largest_over_ranks([ran_out], self.device)):
                 raise TrialEnd
             return result
 
         return guarded
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        wait_for(self.device)
-        self.clock.start()
 
     def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
         self.meter.sample()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         wait_for(self.device)
-        self.clock.stop()
-        self._seconds += self.clock.read(wait=True)
-        steps, (min_steps, min_seconds, max_steps) = len(self._seconds), self.length
+        self._ends.append(time.perf_counter())
+        steps, (min_steps, min_seconds, max_steps) = len(self._ends), self.length
         # Ranks measure different times, so with several ranks only the number of steps counts.
-        timed = self.ranks > 1 or sum(self._seconds[1:]) >= min_seconds or steps >= max_steps
+        timed = self.ranks > 1 or self._seconds() >= min_seconds or steps >= max_steps
         if steps >= min_steps and timed:
             self.peak = self.meter.read()
             raise TrialEnd
 
+    def _seconds(self) -> float:
+        return self._ends[-1] - self._ends[0]
+
     def speed(self) -> float:
-        return (len(self._seconds) - 1) * (self.size or 1) / sum(self._seconds[1:])
+        return (len(self._ends) - 1) * (self.size or 1) / self._seconds()
 
 
 class Trials:
@@ -209,7 +204,8 @@ class Trials:
     ) -> None:
         _check_strategy(trainer, module)
         self._trainer, self._module = trainer, module
-        self._target, self._budget, self._worst_batch = target, budget_mb, worst_batch
+        self._target, self._worst_batch = target, worst_batch
+        self._meter = LimitMeter(trainer.strategy.root_device, budget_mb)
         self._callbacks = [
             callback
             for callback in callbacks
@@ -254,7 +250,7 @@ class Trials:
         free_unused(device)
         length, worst_batch = (TIMED_TRIAL, None) if timed else (MEMORY_TRIAL, self._worst_batch)
         with ExitStack() as stack:
-            probe = TrialCallback(size, length, self._budget, worst_batch, stack)
+            probe = TrialCallback(size, length, self._meter, worst_batch, stack)
             stack.enter_context(isolated_random(device))
             stack.enter_context(preserved(self._module))  # hooks of the copy may refer to it
             lightning_log = rank_zero.log
@@ -286,9 +282,8 @@ class Trials:
         self.initial, self._samples = probe.loader_size or self.initial, probe.samples
         if probe.peak is None:
             return Trial(probe.size or 0, False, None, 0.0, 0.0)
-        values = [probe.peak.share, probe.peak.current, -probe.speed(), -float(probe.samples)]
-        if trainer.world_size > 1:
-            values = largest_over_ranks(values, device)
+        values = [*probe.peak, -probe.speed(), -float(probe.samples)]
+        values = largest_over_ranks(values, device)
         peak, baseline, negative_speed, negative_samples = values
         self._samples = -int(negative_samples)
         return Trial(probe.size or 0, peak <= self._target, peak, baseline, -negative_speed)

@@ -215,8 +215,7 @@ def reduce_gradients(model: DistributedDataParallel) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
     if not parameters:
         return
-    carrier = torch.zeros((), device=parameters[0].device, requires_grad=True)
-    loss: Tensor = carrier
+    loss = torch.zeros((), device=parameters[0].device, requires_grad=True)
     add_zero: Callable[..., Tensor] = _AddZero.apply
     for parameter in parameters:  # the backward pass runs in reverse
         loss = add_zero(loss, parameter)

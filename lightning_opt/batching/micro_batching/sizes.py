@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,20 +30,6 @@ MEMORY_MARGIN = 1.25
 """Each additional sample is assumed to need this many times the measured memory per sample."""
 
 
-class ShapeSize(TypedDict):
-    """The size of one shape.
-
-    Attributes:
-        size: Samples per micro-batch.
-        elements: Elements per sample.
-        failed: Largest size that did not fit; 0 for planned sizes.
-    """
-
-    size: int
-    elements: int
-    failed: int
-
-
 class LearnedSizes:
     """One size per sample shape: halved after an out-of-memory error, doubled later.
 
@@ -52,7 +38,8 @@ class LearnedSizes:
     ranks with equal sizes need no communication.
 
     Attributes:
-        shapes: The size of each shape.
+        shapes: By shape: ``size``, the samples per micro-batch; ``elements`` per sample; and
+            ``failed``, the largest size that did not fit (0 for planned sizes).
         events: Changes of size, newest last.
         retries: Attempts that were rolled back.
         unlogged: The newest size that has not been logged.
@@ -62,7 +49,7 @@ class LearnedSizes:
         self._regrow_every = self._interval = regrow_every  # batches until sizes grow
         self._batches = 0  # since the last change
         self._last_change_was_growth = False
-        self.shapes: dict[str, ShapeSize] = {}
+        self.shapes: dict[str, dict[str, int]] = {}
         self.events: list[dict[str, Any]] = []
         self.retries = 0
         self.unlogged: int | None = None
@@ -98,7 +85,8 @@ class LearnedSizes:
         self._batches = 0
         max_failed = max(failed, entry["failed"] if entry is not None else 0)
         size = -(-failed // 2)
-        _store(self.shapes, shape, ShapeSize(size=size, elements=elements, failed=max_failed))
+        entry = {"size": size, "elements": elements, "failed": max_failed}
+        _store(self.shapes, shape, entry)
         self.retries += 1
         self.record_event(step, "split", samples, size)
 
@@ -198,7 +186,7 @@ class PlannedSizes:
             _store(self._measured, shape, measured)
         entry = self._sizes.shapes.get(shape)
         if entry is None or size > entry["size"]:
-            entry = ShapeSize(size=size, elements=elements, failed=0)
+            entry = {"size": size, "elements": elements, "failed": 0}
             _store(self._sizes.shapes, shape, entry)
             self._sizes.record_event(step, "planned", samples, size)
 
