@@ -205,7 +205,7 @@ class Comparison:
         with self._trial():
             steps = self._step_parts(parts)
             for (part_gradient, part_logged), share in zip(steps, shares, strict=True):
-                gradient -= part_gradient * share
+                gradient -= part_gradient if self._splitter.is_sum else part_gradient * share
                 logged_in_parts.append(part_logged)
             after_parts = snapshot(self._module, Metric)
         self.state = advanced(after_one_step, after_two_steps, after_parts)
@@ -226,11 +226,10 @@ class Comparison:
             )
         else:
             self.error = difference / norm
-            weights = [count for _, count in parts] if self._splitter.is_sum else shares
             for name, value in logged.items():
                 values = [part_logged.get(name, math.nan) for part_logged in logged_in_parts]
-                weighted = (value * weight for value, weight in zip(values, weights, strict=True))
-                mean = float(sum(weighted) / sum(weights))
+                weighted = (value * share for value, share in zip(values, shares, strict=True))
+                mean = float(sum(weighted) / sum(shares))
                 if value and math.isclose(value, sum(values), rel_tol=TOLERANCE):
                     self.sums.add(name)
                 elif abs(value - mean) > TOLERANCE * abs(value) + ROUNDING:

@@ -75,9 +75,9 @@ class Splitter:
         return Reading(readings[0].samples, lists)
 
     def shares(self, pieces: Pieces) -> list[Any]:
-        """Return the factor on each part's loss: a number, or a tensor on its own device."""
-        if len(pieces) == 1 or self.is_sum:
-            return [1.0] * len(pieces)
+        """Return each part's share of the batch: a number, or a tensor on its own device."""
+        if len(pieces) == 1:
+            return [1.0]
         weights: list[Any] = [samples for _, samples in pieces]
         if self._count is not None:
             weights = [self._count(piece) for piece, _ in pieces]

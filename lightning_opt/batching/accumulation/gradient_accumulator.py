@@ -72,10 +72,8 @@ class GradientAccumulator:
     def _widen(self) -> None:
         for name, parameter in self._named.items():
             gradient = parameter.grad
-            if gradient is None:
-                continue
             # Gradients with a pending sum over ranks are moved too: `average` creates plain ones.
-            if gradient.dtype not in HALVES and not pending_groups(gradient):
+            if gradient is None or not (gradient.dtype in HALVES or pending_groups(gradient)):
                 continue
             local = summed_part(gradient)
             if name in self._sums:

@@ -139,11 +139,10 @@ class DynamicBatchSize(RunCallback):
         self.release(trainer)
         self._check(trainer, pl_module)
         self._trainer, self._ranks = trainer, data_ranks(trainer)
-        self._accumulation = int(trainer.accumulate_grad_batches)
-        if self.size is None and not (trainer.fit_loop.skip or _is_resuming(trainer)):
-            self._search(trainer, pl_module)
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
         self._settings = {name: getattr(trainer, name) for name in names}
+        if self.size is None and not (trainer.fit_loop.skip or _is_resuming(trainer)):
+            self._search(trainer, pl_module)
         self._stack.enter_context(replaced(trainer, **self._settings))
         self._stack.enter_context(intercepted_loaders(trainer, partial(self._set_size, trainer)))
 
@@ -196,8 +195,8 @@ class DynamicBatchSize(RunCallback):
             return limit
         ranks = self._ranks
         if self._effective is None:
-            initial = self._initial * self._accumulation * ranks
-            self._effective = self.keep_effective or initial
+            initial = self._initial * self._settings["accumulate_grad_batches"]
+            self._effective = self.keep_effective or initial * ranks
         if self._effective % ranks:
             raise ValueError(
                 f"DynamicBatchSize keeps {self._effective} samples per step, which is not a "

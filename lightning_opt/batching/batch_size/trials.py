@@ -206,12 +206,8 @@ class Trials:
         self._trainer, self._module = trainer, module
         self._target, self._worst_batch = target, worst_batch
         self._meter = LimitMeter(trainer.strategy.root_device, budget_mb)
-        self._callbacks = [
-            callback
-            for callback in callbacks
-            if isinstance(callback, AVERAGING)
-            or (isinstance(callback, RunCallback) and callback.runs_in_trials)
-        ]
+        run_callbacks = [c for c in callbacks if isinstance(c, (RunCallback, *AVERAGING))]
+        self._callbacks = [c for c in run_callbacks if getattr(c, "runs_in_trials", True)]
         self._shared = [trainer, trainer.strategy, getattr(trainer, "datamodule", None)]
         self.initial = self._samples = 0
 

@@ -34,7 +34,7 @@ from lightning_opt.core.modules.batches import (
     tensors_of,
 )
 from lightning_opt.core.modules.patching import do_nothing, replaced
-from lightning_opt.core.modules.preserve import CannotUndoError, StepState
+from lightning_opt.core.modules.preserve import CannotUndoError, StepState, version_of
 from lightning_opt.trainer.lightning import AbstractClosure, Closure, ClosureResult, package_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         if self._state is not None:
             self._state.parameters_change = self._split_check.parameters_change
             self._state.take()
-        versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
+        versions = [(tensor, version_of(tensor)) for tensor in tensors_of(batch)]
         result: ClosureResult | None = None
         while result is None:
             memory_error = ""
@@ -261,7 +261,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                     )
                 if loss is None:
                     continue
-                if len(pieces) > 1:
+                if len(pieces) > 1 and not self._splitter.is_sum:
                     loss = weighted(loss, shares[number])
                 if total is not None and is_last:
                     loss = loss + total  # value of the whole batch, gradient of this part
@@ -274,10 +274,9 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             Closure.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
             )
-        weights = samples if self._splitter.is_sum else shares
-        self._logs.log(samples, weights)
+        self._logs.log(samples, shares)
         if len(pieces) > 1 and any(results):
-            results = [merge_outputs(results, samples, weights)]
+            results = [merge_outputs(results, samples, shares)]
         return self._optimization.output_result_cls(total, extra=results[0])
 
     def _forward(self, piece: Any, number: int) -> tuple[Tensor | None, dict[str, Any]]:
@@ -343,7 +342,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 earlier = self._earlier_gradients.get(parameter)
                 parameter.grad = None if earlier is None else earlier.clone()
         recover_memory(self._device)
-        if any(tensor._version != version for tensor, version in versions):
+        if any(version_of(tensor) != version for tensor, version in versions):
             raise CannotUndoError(
                 "training_step has changed tensors of its batch in place before it ran out of "
                 f"memory ({memory_error}), so the batch cannot be retried. Change a copy of them."

@@ -74,8 +74,10 @@ class LogRecorder:
             elif set(sizes) not in ({1}, {sum(samples)}, {self._full}):  # such as tokens
                 kwargs["batch_size"], weights = sum(sizes), sizes
         if isinstance(values[0], tuple):
-            metric: Metric = values[0][0]
-            metric._forward_cache = _mean_of_caches([cache for _, cache in values], weights)
+            metric, caches = values[0][0], [cache for _, cache in values]
+            are_scalars = all(isinstance(cache, Tensor) and cache.ndim == 0 for cache in caches)
+            # The mean is exact only for metrics that are means.
+            metric._forward_cache = combine(caches, weights) if are_scalars else caches[-1]
             self._module.log(name, metric, **kwargs)
         else:
             reduction = "sum" if name in self._sums else kwargs.get("reduce_fx", "mean")
@@ -103,9 +105,7 @@ def combine(values: Sequence[Any], weights: Weights, reduction: Any = "mean") ->
     if name == "sum":
         return sum(values[1:], values[0])
     if name in ("min", "max"):
-        if isinstance(values[0], Tensor):
-            return getattr(torch.stack(list(values)), name)()
-        return {"min": min, "max": max}[name](values)
+        return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
     total = sum(weights[1:], weights[0])
     if not isinstance(total, Tensor) and not total:  # parts without tokens
         weights, total = [1.0] * len(values), len(values)
@@ -117,13 +117,6 @@ def _widen(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype not in (torch.float32, torch.float64):
         return value.float()
     return value
-
-
-def _mean_of_caches(caches: Sequence[Any], weights: Weights) -> Any:
-    """Return the mean of a metric's values over the parts. It is exact only for means."""
-    if all(isinstance(cache, Tensor) and cache.ndim == 0 for cache in caches):
-        return combine(caches, weights)
-    return caches[-1]
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], weights: Weights) -> Any:

@@ -358,6 +358,16 @@ def test_entries_added_by_training_step_stay_in_the_batch():
     train(lo.MicroBatching(), net=AddsEntry())
 
 
+def test_batch_may_have_tensors_of_inference_mode():
+    class Encoded(Net):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            with torch.inference_mode():
+                return batch | {"scores": batch["x"].sum(1)}
+
+    run = train(lo.MicroBatching(), net=Encoded(fits=5))
+    assert_same_weights(run[0].layers, train_whole()[0].layers, **CLOSE)
+
+
 @pytest.mark.filterwarnings(UNCHECKED)
 def test_unsplittable_batch_trains_while_it_fits():
     nets = [GraphNet() for _ in range(2)]
