@@ -93,7 +93,6 @@ class DynamicBatchSize(RunCallback):
 
     only_one = True
     runs_in_trials = False
-    not_pickled = ("_trainer",)
 
     def __init__(
         self,
@@ -117,7 +116,6 @@ class DynamicBatchSize(RunCallback):
             check_at_least("keep_effective", keep_effective, 1)
         self.find: str = check_one_of("find", find, ("largest", "fastest"))
         self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
-        self._trainer: pl.Trainer | None = None
         self._stack = Patches()
         self._reset()
 
@@ -138,7 +136,7 @@ class DynamicBatchSize(RunCallback):
             return
         self.release(trainer)
         self._check(trainer, pl_module)
-        self._trainer, self._ranks = trainer, data_ranks(trainer)
+        self._ranks = data_ranks(trainer)
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
         self._settings = {name: getattr(trainer, name) for name in names}
         if self.size is None and not (trainer.fit_loop.skip or _is_resuming(trainer)):
@@ -255,7 +253,6 @@ class DynamicBatchSize(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Restore loaders, learning rates and the Trainer."""
         self._stack.close()
-        self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size, the loader's own size and the samples per step."""
@@ -263,6 +260,7 @@ class DynamicBatchSize(RunCallback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Search if the checkpoint was saved by a run that failed during its search."""
+        trainer.fit_loop._combined_loader = None  # an existing loader may have another size
         state = checkpoint["callbacks"].get(self.state_key)
         if state is not None and state["size"] is None and not checkpoint["global_step"]:
             # Trials must not resume from the checkpoint.
@@ -275,9 +273,6 @@ class DynamicBatchSize(RunCallback):
         self.size, self._initial = state_dict["size"], state_dict["initial"]
         if self.scale_lr is None:
             self._effective = self.keep_effective or state_dict["effective"]
-        if self._trainer is not None:
-            # Discard an existing loader, which may have another size.
-            self._trainer.fit_loop._combined_loader = None
 
 
 def _scale_rates(optimizers: Iterable[Optimizer], scale: float, stack: ExitStack) -> None:

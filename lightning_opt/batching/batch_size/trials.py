@@ -279,8 +279,7 @@ class Trials:
         if probe.peak is None:
             return Trial(probe.size or 0, False, None, 0.0, 0.0)
         values = [*probe.peak, -probe.speed(), -float(probe.samples)]
-        values = largest_over_ranks(values, device)
-        peak, baseline, negative_speed, negative_samples = values
+        peak, baseline, negative_speed, negative_samples = largest_over_ranks(values, device)
         self._samples = -int(negative_samples)
         return Trial(probe.size or 0, peak <= self._target, peak, baseline, -negative_speed)
 
