@@ -136,6 +136,7 @@ class DynamicBatchSize(RunCallback):
             return
         self.release(trainer)
         self._check(trainer, pl_module)
+        self._initial, self._effective = 0, None  # of this fit's loader and accumulation
         self._ranks = data_ranks(trainer)
         names = ("accumulate_grad_batches", "limit_train_batches", "val_check_interval")
         self._settings = {name: getattr(trainer, name) for name in names}
@@ -206,9 +207,10 @@ class DynamicBatchSize(RunCallback):
 
     def _set_size(self, trainer: pl.Trainer, loader: Any) -> None:
         """Set the size of a training loader. Called each time a loader is created."""
-        check_loader(loader)
+        size = check_loader(loader)
         if self.size is None:  # before a checkpoint is loaded
             return
+        self._initial = self._initial or size
         self.size = self._round_down(self.size)  # the checkpoint's number of ranks may differ
         set_batch_size(loader, self.size)
         if self._effective is not None:

@@ -157,6 +157,14 @@ def test_step_keeps_its_samples(accumulate, keep, fits, size):
     assert callback.size == 3  # found for the other model
 
 
+def test_second_fit_keeps_the_samples_of_its_own_loader_and_accumulation():
+    net, callback = Net(), lo.DynamicBatchSize(budget_mb=PLENTY)
+    for size, accumulate in ((6, 1), (12, 1), (6, 3)):
+        net.steps.clear()
+        fit(net, callback, loader_of(36, size), accumulate_grad_batches=accumulate)
+        assert net.samples_per_step == [size * accumulate] * (36 // size // accumulate)
+
+
 def test_accumulation_averages_short_windows_exactly():
     net, reference = Net(fits=6), Net().double()
     callbacks = [lo.DynamicBatchSize(budget_mb=PLENTY, keep_effective=20), lo.Accumulation()]
