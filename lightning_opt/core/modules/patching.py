@@ -95,6 +95,10 @@ class ReplacedForward:
         # Keep the original signature: callers inspect it.
         return inspect.signature(self.original)
 
+    @property
+    def __code__(self) -> Any:
+        return self.original.__code__  # read by torch.export
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))

@@ -70,7 +70,7 @@ class CheckpointedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; if gradients are enabled, prepare its recomputation."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or getattr(torch.compiler, "is_exporting", bool)():
             return self.original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return self._run(args, kwargs)

@@ -51,12 +51,17 @@ def test_pickled_module_has_its_own_forward_and_does_not_need_this_package():
     "callback",
     [lo.CompileModel(backend="eager"), lo.ActivationCheckpointing("custom", modules=["layer"])],
 )
-def test_checkpoint_may_hold_a_patched_module(callback, tmp_path):
+def test_patched_module_can_be_saved_and_exported(callback, tmp_path):
     class Given(SmallNet):
         def __init__(self, part: nn.Module) -> None:
             super().__init__()
             self.save_hyperparameters()
             self.layer = part
+
+        def on_train_epoch_end(self) -> None:
+            x = torch.ones(2, 6)
+            exported = torch.export.export(self.layer, (x,), strict=False).module()
+            torch.testing.assert_close(exported(x), self.layer(x), rtol=0, atol=0)
 
     model = Given(SmallNet().layer)
     saved = ModelCheckpoint(tmp_path, save_last=True)
