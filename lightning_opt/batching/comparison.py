@@ -42,7 +42,10 @@ ROUNDING = 1e-6
 ONLY_FLOAT_IS_DROPOUT = ("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions with exactly one positional float argument, the dropout rate."""
 
-LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+LOG_PARAMETERS = (
+    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist"),
+    *("sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only"),
+)
 """Positional parameters of ``LightningModule.log`` that follow name and value."""
 
 MAX_NAMES = 5

@@ -1,5 +1,6 @@
 """The check of splits, with different kinds of first batches."""
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.batching.comparison import LOG_PARAMETERS
 from tests.batching.nets import LinearNet
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
@@ -226,3 +228,7 @@ def test_check_runs_the_own_backward_pass_without_updates_in_hooks():
     loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(8)), batch_size=4)
     quiet_trainer(callbacks=[lo.MicroBatching(2)]).fit(net, loader)
     assert net.updates == 4  # two parts of two batches
+
+
+def test_positional_arguments_of_log_are_all_known():
+    assert tuple(inspect.signature(LightningModule.log).parameters)[3:] == LOG_PARAMETERS
