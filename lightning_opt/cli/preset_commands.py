@@ -46,6 +46,10 @@ def fit_class(base: Any) -> Any:
     class Fit(base):  # type: ignore[misc]
         """A LightningCLI with ``--preset`` and ``--without``, and only the subcommand ``fit``."""
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Pickle as the base class: a spawned process cannot import a local class."""
+            return object.__new__, (base,), vars(self)
+
         @staticmethod
         def subcommands() -> dict[str, set[str]]:
             return {"fit": base.subcommands()["fit"]}

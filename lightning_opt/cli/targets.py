@@ -31,7 +31,8 @@ CONFIGURATIONS = (".yaml", ".yml", ".json")
 
 IMPORT_HINTS = {
     ": SystemExit": "Call what parses arguments or exits under if __name__ == '__main__'.",
-    "no known parent package": "Name it as a module of its package: package.module:Class.",
+    "no known parent package": "Name it as a module of its package: package.module:Class. "
+    "If the package is in src, first set PYTHONPATH=src or run pip install -e .",
 }
 """Advice by words in the error of an import."""
 
@@ -189,7 +190,7 @@ def find_module(place: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise UsageError(
                 f"There is no module {error.name!r} here. Run the command in the folder that "
-                "contains it, or give the path to its file: path/to/file.py:Class."
+                "contains it, add that folder to PYTHONPATH, or give path/to/file.py:Class."
             ) from error
         text = f"{place} cannot be imported: {type(error).__name__}: {error}".rstrip(": ")
         hints = [hint for words, hint in IMPORT_HINTS.items() if words in text]

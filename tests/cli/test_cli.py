@@ -106,6 +106,7 @@ def test_help_lists_commands_examples_and_own_options(capsys):
         (["presets", "advancd"], "There is no preset 'advancd'; did you mean 'advanced'?"),
         (["bench"], "bench needs a model"),
         (["tune", "no_such_module:Model"], "There is no module 'no_such_module' here"),
+        (["tune", "no_such_module:Model"], "add that folder to PYTHONPATH"),
         (["tune", "no_such_file.py:Model"], "There is no file no_such_file.py"),
         (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
         (["tune", "PROJECT:rows"], "rows is not a class that inherits from LightningModule"),
@@ -143,7 +144,8 @@ def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     assert code == 1
     assert "user_ends.py cannot be imported: SystemExit: 2. Call what parses arg" in message
     (tmp_path / "user_part.py").write_text("from .models import Model\n")
-    assert "package: package.module:Class." in fails(["tune", "user_part.py:Model"], capsys)[1]
+    message = fails(["tune", "user_part.py:Model"], capsys)[1]
+    assert "package: package.module:Class. If the package is in src, first set PYTHON" in message
     assert "--debug" in message
     assert main(["--debug", "tune", "user_wrong.py:Model"]) == 1
     assert "Traceback" in capsys.readouterr().err
@@ -261,6 +263,13 @@ def test_fit_starts_the_second_ddp_process(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "MEMBER: 2/2" in done.stderr
+    assert weights_in(tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_fit_trains_in_a_spawned_process(tmp_path):
+    assert main([*FIT, "--trainer.strategy=ddp_spawn", "--trainer.max_steps=2", *QUIET]) == 0
     assert weights_in(tmp_path)
 
 
