@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -83,8 +82,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
     Raises:
         ValueError: For arguments out of range, more fragments than ``sync_every``, or a ``delay``
             that is not shorter than the window; in ``setup`` for LBFGS, for sharded parameters,
-            lazy layers without weights, and a model without trainable parameters; before the first
-            step if processes have different numbers of batches.
+            lazy layers without weights, and a model without trainable parameters; before a step
+            if processes have different numbers of batches, also after loaders were reloaded.
         RuntimeError: At the next exchange or collective of Lightning, on all processes, if an
             ``IterableDataset`` ended on one replica while others still train.
 
@@ -162,7 +161,9 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         if self._replicas is not None:
             # Before any other callback reads the weights.
             first = package_of(trainer).callbacks.LambdaCallback(
-                on_validation_start=self.synchronize, on_train_end=self.synchronize
+                on_train_epoch_start=self._check_loaders,
+                on_validation_start=self.synchronize,
+                on_train_end=self.synchronize,
             )
             trainer.callbacks.insert(0, first)
             self._undo.callback(trainer.callbacks.remove, first)
@@ -174,30 +175,36 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         """Set the shared weights to the weights at the start of training."""
         super().on_train_start()
         if self._replicas is not None:
-            may_end = self._may_end_early(self._module.trainer)
             state = self._resumed or {}
-            self._replica = Replica(
-                self._module, self.optimizers, self._replicas, self.plan, state, may_end
-            )
+            self._replica = Replica(self._module, self.optimizers, self._replicas, self.plan, state)
             self._undo.callback(self._replica.thread.close)
-            for name in ("broadcast", "reduce", "barrier") if may_end else ():
-                checked = partial(self._after_meeting, getattr(self, name))
+            self._check_loaders(self._module.trainer)
+            for name in ("broadcast", "reduce", "barrier"):
+                checked = self._after_meeting(getattr(self, name))
                 self._undo.enter_context(replaced(self, **{name: checked}))
         self._resumed = None
 
-    def _after_meeting(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call one of Lightning's collectives, after checking that all replicas call one."""
-        if self._replica is not None and not self._module.trainer.interrupted:
-            self._replica.meet(COLLECTIVE)
-        return collective(*args, **kwargs)
+    def _after_meeting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """Let one of Lightning's collectives first check that all replicas call one."""
 
-    def _may_end_early(self, trainer: pl.Trainer) -> bool:
-        """Return whether replicas may run out of data at different steps. A collective.
+        # A plain function: Lightning copies what `functools.partial` holds.
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if self._replica is not None and not self._module.trainer.interrupted:
+                self._replica.meet(COLLECTIVE)
+            return collective(*args, **kwargs)
+
+        return checked
+
+    def _check_loaders(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the replicas' training loaders, once each time that Lightning has loaded them.
 
         Raises:
             ValueError: If the numbers of batches are known, and differ.
         """
-        loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+        replica, loaders = self._replica, trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+        if replica is None or loaders is replica.loaders:
+            return
+        replica.loaders = loaders
         datasets = [getattr(loader, "dataset", None) for loader in loaders]
         streams = any(one is None or isinstance(one, IterableDataset) for one in datasets)
         batches = float(trainer.num_training_batches)
@@ -210,7 +217,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
                 "Use a DistributedSampler, or Trainer(limit_train_batches=...) with a number that "
                 "every process reaches."
             )
-        return bool(may_end)
+        replica.may_end |= bool(may_end)
 
     def on_train_end(self) -> None:
         """Synchronize once more, because callbacks may have changed the weights."""

@@ -162,9 +162,10 @@ class Replica:
         replicas: The process groups.
         plan: The settings, the same on all replicas.
         state: A result of :meth:`state_dict`, or empty.
-        may_end: Whether a replica may run out of data before others.
 
     Attributes:
+        loaders: The training loaders whose lengths were compared.
+        may_end: Whether a replica may run out of data before others.
         thread: Runs the exchanges.
     """
 
@@ -175,9 +176,10 @@ class Replica:
         replicas: Replicas,
         plan: Plan,
         state: Mapping[str, Any],
-        may_end: bool,
     ) -> None:
-        self._module, self._optimizers, self._may_end = module, optimizers, may_end
+        self._module, self._optimizers = module, optimizers
+        self.loaders: list[Any] | None = None
+        self.may_end = False
         self._replicas, self._plan = replicas, plan
         self._step: int = state.get("step", 0)
         self._reported_step = self._step
@@ -249,13 +251,14 @@ class Replica:
             with torch.no_grad(), torch.cuda.stream(stream):  # has no effect for None
                 if computed is not None:
                     computed.wait()
-                if self._may_end:
+                if may_end:
                     raise_if_apart(place, replicas, residual)
                 outcome = exchange(pseudo_gradient, residual, replicas, compression)
                 if stream is not None:
                     stream.synchronize()
                 return outcome
 
+        may_end = self.may_end  # the same on all replicas, unlike when `run` is called
         place = SYNCHRONIZATION if self._synchronized else self._step
         due = self._step + self._plan.delay
         self._in_flight[number] = (due, self.thread.submit(run, Future()))
@@ -289,7 +292,7 @@ class Replica:
 
     def meet(self, place: int) -> None:
         """Raise on all processes, instead of hanging, if a replica has run out of data earlier."""
-        if self._may_end:
+        if self.may_end:
             run = partial(raise_if_apart, place, self._replicas, self._fragments[0].outer)
             self.thread.submit(run, Future[None]()).result()
 

@@ -322,6 +322,28 @@ def _streams_of_different_lengths(folder: str) -> None:
     assert same_on_all_ranks(model)
 
 
+class ReloadedNet(StreamNet):
+    """Rank 1 lacks 7 batches from the second epoch on, in which batches may come from a stream."""
+
+    def __init__(self, later: type[Net]) -> None:
+        super().__init__()
+        self.later = later
+
+    def train_dataloader(self) -> Any:
+        if self.current_epoch == 0:
+            return Net.train_dataloader(self)
+        self.fewer = 7
+        return self.later.train_dataloader(self)
+
+
+def _unequal_batches_after_a_reload() -> None:
+    later = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    with pytest.raises(ValueError, match="as many batches on every process, got from 9 to 16"):
+        fit(ReloadedNet(Net), lo.DiLoCoStrategy(4), **later)
+    with pytest.raises(RuntimeError, match="data of one replica ended while another"):
+        fit(ReloadedNet(StreamNet), lo.DiLoCoStrategy(4, delay=2), **later)
+
+
 class Spectral(Net):
     """A model with complex weights and a complex buffer, or with pairs of real numbers instead."""
 
@@ -373,6 +395,7 @@ def _run_all(folder: str) -> None:
     _same_start_and_buffers()
     _unequal_batches()
     _streams_of_different_lengths(folder)
+    _unequal_batches_after_a_reload()
     _complex_weights()
     _nothing_to_train()
     _averaged_optimizer_states()
