@@ -43,9 +43,9 @@ ONLY_FLOAT_IS_DROPOUT = ("scaled_dot_product_attention", "lstm", "gru", "rnn_tan
 """Functions with exactly one positional float argument, the dropout rate."""
 
 LOG_PARAMETERS = (
-    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist"),
-    *("sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only"),
-)
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist",
+    "sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
 """Positional parameters of ``LightningModule.log`` that follow name and value."""
 
 MAX_NAMES = 5
@@ -208,7 +208,7 @@ class Comparison:
         with self._trial():
             steps = self._step_parts(parts)
             for (part_gradient, part_logged), share in zip(steps, shares, strict=True):
-                gradient -= part_gradient if self._splitter.is_sum else part_gradient * share
+                gradient -= part_gradient * (1.0 if self._splitter.is_sum else share)
                 logged_in_parts.append(part_logged)
             after_parts = snapshot(self._module, Metric)
         self.state = advanced(after_one_step, after_two_steps, after_parts)

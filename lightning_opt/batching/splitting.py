@@ -98,6 +98,7 @@ def spectral_norm_vectors(module: nn.Module) -> list[Tensor]:
         parameters = dict(owner.named_parameters(recurse=False))
         for name, buffer in owner.named_buffers(recurse=False):
             # `parametrizations.spectral_norm` is a module; the older one has weight_u, weight_orig.
-            if hasattr(owner, "n_power_iterations") or f"{name[:-2]}_orig" in parameters:
+            is_module = hasattr(owner, "n_power_iterations") and name in ("_u", "_v")
+            if is_module or f"{name[:-2]}_orig" in parameters:
                 vectors.append(buffer)
     return vectors

@@ -8,7 +8,9 @@ import inspect
 import operator
 import re
 import sys
+from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -102,7 +104,10 @@ def import_attribute(path: str) -> Any:
 
 
 def import_source(path: str) -> ModuleType:
-    """Import a module by its name, or a file with its stem as the module's name if possible."""
+    """Import a module by name, or a file once.
+
+    A file's module is named after its stem, unless another module has that name.
+    """
     if not path.endswith(".py"):
         return importlib.import_module(path)
     file = Path(path).resolve()
@@ -140,7 +145,8 @@ def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
         arguments, keywords = items.get("init_args") or {}, items.get("dict_kwargs") or {}
         has_dicts = any(isinstance(argument, Mapping) for argument in arguments.values())
         if has_dicts and importlib.util.find_spec("jsonargparse") and _declares(kind, arguments):
-            return create(kind, items)
+            with suppress(ArgumentError):  # an annotation that its own arguments contradict
+                return create(kind, items)
         return kind(**arguments, **keywords)
     if isinstance(value, list):
         return [instantiate(item, package) for item in value]

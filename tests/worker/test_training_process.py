@@ -466,6 +466,8 @@ def test_settings_become_dataclasses_and_keyword_arguments(monkeypatch):
     }
     made = instantiate(entry)
     assert (made.limits, made.others) == (Limits(3.0), {"words": 2})
+    entry["init_args"] = {"limits": {"lowest": 3}}  # no Limits, so it is passed on
+    assert instantiate(entry).limits == {"lowest": 3}
 
 
 def test_second_file_of_a_name_has_the_same_module_name_in_every_process(tmp_path, monkeypatch):

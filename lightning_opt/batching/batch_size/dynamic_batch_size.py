@@ -210,7 +210,7 @@ class DynamicBatchSize(RunCallback):
         size = check_loader(loader)
         if self.size is None:  # before a checkpoint is loaded
             return
-        self._initial = self._initial or size
+        self._initial = self._initial or size  # set already by a search or a checkpoint
         self.size = self._round_down(self.size)  # the checkpoint's number of ranks may differ
         set_batch_size(loader, self.size)
         if self._effective is not None:

@@ -136,9 +136,9 @@ class TrialCallback(BaseCallback):
     def _end_on_all_ranks(self, function: Any) -> Any:
         """Return a function that ends the trial on all ranks if one of them runs out of memory.
 
-        Ranks exchange failures in an all-reduce after the function. A rank that failed before the
-        backward pass calls it after the whole step: it pairs with the all-reduce of the other ranks
-        after their backward pass.
+        Ranks exchange failures in an all-reduce after the function. Other ranks call it after their
+        backward pass. A rank that failed before its backward pass calls it when the step ends, so
+        the two calls match.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -105,7 +105,8 @@ def combine(values: Sequence[Any], weights: Weights, reduction: Any = "mean") ->
     if name == "sum":
         return sum(values[1:], values[0])
     if name in ("min", "max"):
-        return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
+        tensors = [v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in values]
+        return getattr(torch.stack(tensors), name)()
     total = sum(weights[1:], weights[0])
     if not isinstance(total, Tensor) and not total:  # parts without tokens
         weights, total = [1.0] * len(values), len(values)
@@ -123,9 +124,9 @@ def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], weights: Weigh
     """Merge the outputs of ``training_step`` for the parts, except the loss.
 
     Tensors, arrays and lists with one entry per sample are joined. Floating-point scalars are
-    averaged. Dicts, and other lists and tuples, are merged entry by entry. A value that is equal in
-    all parts is kept once. Anything else becomes a list with one entry per micro-batch. Tensors are
-    detached.
+    averaged. Dicts are merged by key, other lists and tuples by position. A hashable value that is
+    equal in all parts is kept once. Anything else becomes a list with one entry per micro-batch.
+    Tensors are detached.
     """
     outputs = [_detached(output) for output in outputs]
     first = outputs[0]

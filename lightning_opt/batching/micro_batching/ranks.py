@@ -104,7 +104,7 @@ class Ranks:
 
 @contextmanager
 def gloo_group(size: int, timeout: timedelta | None) -> Iterator[Any]:
-    """Create a gloo group of each ``size`` neighbouring ranks. Every rank must call this."""
+    """Create one gloo group per ``size`` neighbouring ranks, and yield this rank's one."""
     group, _ = dist.new_subgroups(size, backend="gloo", timeout=timeout)
     yield group
     if dist.is_initialized():

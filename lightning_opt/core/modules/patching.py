@@ -105,9 +105,9 @@ class ReplacedForward:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a file the module has the ``forward`` below, and does not need this package."""
-        if self.shadowed is None:
-            return getattr, (self.module, "forward")  # of the class: attributes are loaded later
+        """Pickle the ``forward`` that this one replaces: loading does not need this package."""
+        if self.shadowed is None:  # loads the class's method, as the attributes are loaded later
+            return getattr, (self.module, "forward")
         return operator.getitem, ([self.shadowed], 0)
 
     def apply(self) -> None:

@@ -71,15 +71,17 @@ def _backward_without_hooks(
     gradient: Tensor | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    inputs: Iterable[Tensor] | None = None,
+    inputs: Tensor | Iterable[Tensor] | None = None,
 ) -> None:
-    """Accumulate gradients like ``loss.backward``, without the hooks of DDP.
+    """Accumulate the module's gradients like ``loss.backward``, without the hooks of DDP.
 
     With ``find_unused_parameters``, DDP's hooks count the parameters of a trial as used in the next
     step. DDP fails if that step does not use them.
     """
-    targets = module.parameters() if inputs is None else inputs
-    targets = [target for target in targets if target.requires_grad]
+    inputs = [inputs] if isinstance(inputs, Tensor) else inputs or module.parameters()
+    targets = [target for target in inputs if target.requires_grad]
+    if not targets:
+        return
     found = torch.autograd.grad(
         loss, targets, gradient, retain_graph, create_graph, allow_unused=True
     )

@@ -66,10 +66,8 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def stack_scalars(values: Sequence[Scalar]) -> Tensor:
     """Return scalars as one tensor, on the first accelerator among their devices, else the CPU."""
-    devices = [value.device for value in values if isinstance(value, Tensor)] or [
-        torch.device("cpu")
-    ]
-    home = next((device for device in devices if device.type != "cpu"), devices[0])
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    home = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
     wide = wide_dtype(home)
     tensors = [
         move(v, home) if isinstance(v, Tensor) else torch.full((), v, dtype=wide, device=home)

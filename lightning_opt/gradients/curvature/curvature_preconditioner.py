@@ -250,8 +250,8 @@ class CurvaturePreconditioner(GradientCallback):
             has_loss = sample[0].new_tensor(loss is not None)
             del product, loss
         *mean, share = mean_over_ranks([*sample, has_loss], step_groups(trainer))
-        # If no rank has a loss, the estimate is 0 / 0, and `update` ignores it.
-        estimate = [part / (share > 0) for part in mean]
+        # `update` ignores the NaN of a step in which no rank has a loss.
+        estimate = [torch.where(share > 0, part, torch.nan) for part in mean]
         self._preconditioner.update(dict(zip(params, estimate, strict=True)))
 
     def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:

@@ -210,8 +210,10 @@ def test_checkpointed_model_can_be_copied_and_pickled(plan: Any) -> None:
         return [p.grad for p in net.parameters()]
 
     expected = gradients(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.layers[0].forward.module is other.layers[0]
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert copied.layers[0].forward.module is copied.layers[0]
+    assert pickled.layers[0].forward.__self__ is pickled.layers[0]
+    for other in (copied, pickled):
         torch.testing.assert_close(gradients(other), expected, rtol=0, atol=0)
 
 
