@@ -57,7 +57,6 @@ def run(*command: object, cwd: Path, check: bool = True) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from the source archive."""
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
     assert (out / f"lightning_opt-{lo.__version__}.tar.gz").exists()

@@ -33,8 +33,6 @@ class Samples(Dataset[Any]):
 
 
 class LinearNet(LightningModule):
-    """One linear layer, trained by SGD."""
-
     def __init__(self, inputs: int = 4, outputs: int = 1, lr: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -22,8 +22,6 @@ CLOSE = {"rtol": 0.0, "atol": 1e-6}
 
 
 class Two(LinearNet):
-    """Learns from two loaders at once."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []

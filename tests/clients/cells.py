@@ -55,7 +55,6 @@ class Begun(RunCallback):
 
 
 def train(project: str, settings: dict[str, Any]) -> Weights:
-    """Return the weights after training."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         np.random.seed(0)  # noqa: NPY002 - GluonTS draws batches by the global generator
@@ -117,8 +116,6 @@ def _cells(project: str, features: Sequence[str] | None) -> Cells:
 
 
 class SaveAtEnd(RunCallback):
-    """Saves a checkpoint at the end of the training."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
 

@@ -43,7 +43,6 @@ def without_resume(settings: Settings) -> tuple[dict[str, Any], str | None]:
 
 
 def fit(module: Any, data: Any, settings: Settings, *, predict: bool = True) -> nn.Module:
-    """Train, and ``predict``."""
     import lightning as L
 
     settings, resume = without_resume(settings)

@@ -29,8 +29,6 @@ class Counting(Dataset[Any]):
 
 
 class Batched(Counting):
-    """Fetches whole batches."""
-
     def __getitems__(self, indices: list[int]) -> list[Any]:
         self.batches = [*getattr(self, "batches", []), list(indices)]
         return [self[index] for index in indices]
@@ -50,8 +48,6 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Noisy(Numbers):
-    """Adds a random number to each item."""
-
     def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
         self.draw = draw
@@ -85,8 +81,6 @@ class Eager:
 
 
 class Counted(Eager):
-    """A sampler that counts its iterations."""
-
     epoch = 0
 
     def __iter__(self) -> Any:

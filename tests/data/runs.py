@@ -80,7 +80,6 @@ WORKERS = LoaderSettings(2, 2, False, True)
 def train(
     tuned: LoaderSettings | None, cached: bool, epochs: int = 3, devices: int = 1, **loader: Any
 ) -> tuple[Record, SmallNet, Any]:
-    """Fit with a tuner that chooses ``tuned``, or without a tuner."""
     record, dataset = Record(), Rows()
     if cached:
         dataset = lo.CachedDataset(dataset, 2**20)  # type: ignore[assignment]
@@ -194,8 +193,6 @@ def tune_with_failures_on_rank_1() -> Any:
 
 
 class Sleepy(Rows):
-    """Items that wait."""
-
     def __init__(self, length: int = 24, seconds: float = 0.002) -> None:
         super().__init__(length)
         self.seconds = seconds

@@ -32,7 +32,6 @@ def text_of(page: Path) -> str:
 
 
 def blocks_of(text: str, *languages: str) -> list[str]:
-    """Return the code blocks in these languages."""
     return [
         found["body"]
         for found in FENCE.finditer(text)

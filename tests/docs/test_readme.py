@@ -66,7 +66,6 @@ def test_installed_extras_exist(command):
 
 @functools.cache
 def help_of(command: str) -> str:
-    """Return the output of a command with ``--help``."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([command, "--help"])

@@ -81,7 +81,6 @@ def statistics_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Save and load ``state``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)

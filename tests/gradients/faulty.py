@@ -16,7 +16,6 @@ FEATURES = 6
 
 
 def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
-    """Train the model, and return it."""
     quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
     return model
 
@@ -136,7 +135,6 @@ class Lion(Optimizer):
 
 
 def optimizer_state(module: LightningModule) -> list[Any]:
-    """Return a copy of state and settings of the module's optimizers."""
     return [copy.deepcopy(optimizer.state_dict()) for optimizer in module.trainer.optimizers]
 
 

@@ -90,7 +90,6 @@ class AdaGC:
         self.averages: dict[str, float] = {}
 
     def clip(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the clipped gradients of one step."""
         norms = {name: float(np.linalg.norm(g)) for name, g in gradients.items()}
         total = math.hypot(*norms.values())
         if not math.isfinite(total):

@@ -15,12 +15,10 @@ from torch import nn
 import lightning_opt as lo
 from lightning_opt.gradients.gradient_callback import GradientCallback, plain_name
 from tests.helpers.models import AdversarialNet, SmallNet, load_changed_state
-from tests.helpers.trainers import GradientSpy, quiet_trainer
+from tests.helpers.trainers import GradientSpy, fit
 
 
 class Listener(GradientCallback):
-    """Records the norm at each step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, float]] = []
@@ -29,12 +27,6 @@ class Listener(GradientCallback):
         index, step = self.measure(trainer, optimizer)
         self.seen.append((index, step.norms.total))
         self.known = {name: parameter for parameter, name in step.names.items()}
-
-
-def run(model: Any, *callbacks: Any, **settings: Any) -> Any:
-    trainer = quiet_trainer(callbacks=list(callbacks), **settings)
-    trainer.fit(model)
-    return trainer
 
 
 def test_names_omit_wrappers():
@@ -49,7 +41,7 @@ def test_names_omit_wrappers():
     model, tested = SmallNet(), Listener()
     expected = [name for name, _ in model.named_parameters()]
     model.layer[0] = Wrapped(model.layer[0])
-    run(model, tested)
+    fit(model, tested)
     assert list(tested.known) == expected
     assert plain_name("_orig_mod.net._fsdp_wrapped_module.0.weight") == "net.0.weight"
     assert plain_name("net._orig_mod") == "net"
@@ -62,7 +54,7 @@ def test_parameter_outside_the_model_has_a_name():
             return torch.optim.SGD([*self.parameters(), foreign], lr=0.1)
 
     foreign, tested = nn.Parameter(torch.ones(1)), Listener()
-    run(Foreign(), tested)
+    fit(Foreign(), tested)
     assert tested.known["optimizer_0.4"] is foreign
 
 
@@ -84,7 +76,7 @@ class Writes(Callback):
 def test_gradients_changed_by_other_callbacks_are_measured_again(how):
     """No norm exceeds the bound after clipping."""
     spy = GradientSpy()
-    run(SmallNet(), Listener(), Writes(how), lo.AdaptiveClipping(lo.FixedNorm(1.0)), spy)
+    fit(SmallNet(), Listener(), Writes(how), lo.AdaptiveClipping(lo.FixedNorm(1.0)), spy)
     assert max(spy.norms[0]) <= 1.0 + 1e-6
 
 
@@ -117,7 +109,7 @@ def test_three_callbacks_pass_over_the_gradients_once():
     """With 200 parameters on a CPU, counted instead of timed."""
     counter = CallCounter()
     first = [lo.GradientHealth(every_n_steps=1000), lo.NonFiniteGuard(), lo.AdaptiveClipping()]
-    run(SmallNet(widths=(2,) * 99), counter, *first, limit_train_batches=10)
+    fit(SmallNet(widths=(2,) * 99), counter, *first, limit_train_batches=10)
     assert counter.calls["collect_gradients"] == counter.calls["measure_norms"] == 1
     assert counter.operators == {"_foreach_norm": 1}
     assert counter.calls.total() <= 80, counter.calls
@@ -125,8 +117,6 @@ def test_three_callbacks_pass_over_the_gradients_once():
 
 @pytest.mark.parametrize("before", [lo.NonFiniteGuard, lo.AdaptiveClipping])
 def test_gradients_of_a_step_are_freed(before):
-    """No callback holds a step's gradients until the next step."""
-
     class Look(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             gradients.extend(ref(parameter.grad) for parameter in pl_module.parameters())
@@ -137,7 +127,7 @@ def test_gradients_of_a_step_are_freed(before):
 
     gradients: list[Any] = []
     held: list[bool] = []
-    run(SmallNet(), lo.GradientHealth(), before(), Look())
+    fit(SmallNet(), lo.GradientHealth(), before(), Look())
     assert held == [False] * 12
 
 
@@ -146,24 +136,20 @@ def test_gradients_of_a_step_are_freed(before):
 )
 def test_state_of_each_optimizer_is_loaded(make):
     callback = make()
-    run(AdversarialNet(), callback)
+    fit(AdversarialNet(), callback)
     load_changed_state(callback)
 
 
 def test_two_clipping_rules_keep_two_states(tmp_path):
     rules = [lo.AdaptiveClipping(lo.UnitWise()), lo.AdaptiveClipping(lo.FixedNorm(1.0))]
-    trainer = run(SmallNet(), *rules)
+    trainer = fit(SmallNet(), *rules)
     trainer.save_checkpoint(tmp_path / "both.ckpt")
     assert [len(rule.report().rows) for rule in rules] == [1, 1]
 
 
 def test_lbfgs_and_deepspeed_raise_with_the_name_of_the_callback():
-    class Newton(SmallNet):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
     with pytest.raises(ValueError, match=r"^Listener does not work with torch\.optim\.LBFGS"):
-        run(Newton(), Listener())
+        fit(SmallNet("LBFGS"), Listener())
     trainer = SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy), callbacks=[])
     with pytest.raises(ValueError, match=r"^Listener does not work with the DeepSpeed strategy"):
         Listener().setup(trainer, SmallNet(), "fit")  # type: ignore[arg-type]
@@ -197,6 +183,6 @@ class GrowingNet(SmallNet):
 )
 def test_parameter_added_in_training_has_its_name(callback: GradientCallback) -> None:
     listener, model = Listener(), GrowingNet()
-    run(model, callback, listener, max_epochs=1)
+    fit(model, callback, listener, max_epochs=1)
     assert listener.known["added"] is model.added
     assert model.added != 1.0

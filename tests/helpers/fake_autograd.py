@@ -90,7 +90,6 @@ def _run(roots: Sequence[Tensor], given: list[Any], wanted: set[Edge]) -> dict[E
 
 
 def _in_order(roots: Iterable[Any]) -> list[Any]:
-    """Return the nodes of a graph in topological order."""
     order: list[Any] = []
     seen: set[Any] = set()
     stack = [(node, False) for node in roots]

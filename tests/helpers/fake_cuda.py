@@ -121,7 +121,6 @@ class FakeStream:
     @classmethod
     @contextmanager
     def use(cls, stream: "FakeStream | None") -> Iterator[None]:
-        """Make ``stream`` the current stream."""
         cls._used += [stream] if stream is not None else []
         try:
             yield
@@ -373,8 +372,6 @@ def fake_gradients(module: nn.Module, but: Sequence[str] = ()) -> None:
 
 
 class Model(L.LightningModule):
-    """A LightningModule around any module."""
-
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         self.net = Transformer() if net is None else net
@@ -427,7 +424,6 @@ class Stage:
                 callback.on_train_start(self.trainer, self.module)
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of every callback."""
         for callback in self.callbacks:
             getattr(callback, hook)(self.trainer, self.module, *arguments)
 

@@ -1,5 +1,6 @@
 """Small models, data whose gradient norms vary, and comparisons of weights and states."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,26 @@ class SmallNet(BoringModel):
         return loader_of(2, seed=1)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+def train_with_loss_scale(
+    model: SmallNet, init_scale: float, max_norm: float = math.inf
+) -> tuple[list[float], list[float]]:
+    """Train by torch's recipe for clipping under a loss scaler; return norms and scales."""
+    norms, scales = [], []
+    optimizer = model.configure_optimizers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
+    for inputs, targets in loader_of(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.mse_loss(model.layer(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return norms, scales
 
 
 class WholeBatchNet(SmallNet):

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -40,6 +41,19 @@ def quiet_trainer(**settings: Any) -> Trainer:
             **settings,
         }
     )
+
+
+def fit(model: LightningModule, *callbacks: Callback, **settings: Any) -> Trainer:
+    """Train a model, and return its :func:`quiet_trainer`."""
+    trainer = quiet_trainer(callbacks=list(callbacks), **settings)
+    trainer.fit(model)
+    return trainer
+
+
+def loss_scaling(init_scale: float, growth_interval: int = 2000) -> MixedPrecision:
+    """Return Lightning's plugin for float16 with a loss scaler, on a CPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
+    return MixedPrecision("16-mixed", "cpu", scaler)
 
 
 class FSDPOnCPU(FSDPStrategy):
@@ -103,7 +117,6 @@ class MemoryLogger(Logger):
         self.records.append((step, dict(metrics)))
 
     def series(self, key: str) -> list[float]:
-        """Return the values logged under ``key``, in order."""
         return [metrics[key] for _, metrics in self.records if key in metrics]
 
 
@@ -116,6 +129,19 @@ class SaveAt(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.file)
+
+
+class LossScales(Callback):
+    """Records the loss scale at the start and after each step."""
+
+    def __init__(self) -> None:
+        self.start, self.seen = 0.0, list[float]()
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.start = trainer.precision_plugin.scaler.get_scale()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.precision_plugin.scaler.get_scale())
 
 
 class GradientSpy(Callback):

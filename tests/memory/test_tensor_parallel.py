@@ -110,7 +110,6 @@ class Net(LightningModule):
 
 
 def fit(kind: str, *callbacks: Any, **settings: Any) -> dict[str, Tensor]:
-    """Return the weights after an epoch."""
     if kind != "one":
         groups = 2 if kind == "2d" else 1
         strategy = ModelParallelStrategy(data_parallel_size=groups, tensor_parallel_size=2)

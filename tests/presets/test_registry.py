@@ -15,8 +15,6 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Mine(Callback):
-    """A user's callback with settings."""
-
     def __init__(self, words: int = 3, loud: bool = False) -> None:
         self.words, self.loud = words, loud
 

@@ -28,8 +28,6 @@ class Rows(Dataset[Tensor]):
 
 
 class Net(LightningModule):
-    """Learns to map rows to their sums."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -50,8 +48,6 @@ def rows_with_workers() -> DataLoader[Tensor]:
 
 
 class Waits(Callback):
-    """Adds a known time to each step."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 

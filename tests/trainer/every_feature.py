@@ -12,8 +12,6 @@ from tests.matrix.subjects import find_subjects
 
 
 def net_of(pl: Any) -> Any:
-    """Return a small module of a package."""
-
     class Net(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -48,8 +46,6 @@ def train(pl: Any, kind: Any = None, resume: Any = None, **settings: Any) -> Any
     """Fit, validate and predict with a package's Trainer, and return it."""
 
     class Names(pl.loggers.logger.Logger):
-        """Keeps the names of what is logged."""
-
         name = version = "names"
         logged: set[str] = set()
 

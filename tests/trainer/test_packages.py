@@ -101,8 +101,6 @@ def test_hooks_are_recognised_as_overridden_in_either_package():
 
 
 class Own(lo.CompressedDDPStrategy):
-    """A strategy of a user."""
-
     def setup(self, trainer):
         super().setup(trainer)
         self.set_up = True

@@ -51,8 +51,6 @@ def batches() -> DataLoader[Any]:
 
 
 class Faster(Callback):
-    """Shortens the sleep to a share."""
-
     def __init__(self, share: float = 0.05) -> None:
         self.share = share
 
@@ -69,8 +67,6 @@ class Autocast(Faster):
 
 
 class Failing(Callback):
-    """Raises in the fifth batch."""
-
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:

@@ -63,8 +63,6 @@ class World:
 
 
 class SimulatedProcess:
-    """A simulated TrainingProcess."""
-
     def __init__(self, world: World, switches: Switches, file: Path) -> None:
         self.world, self.switches, self.file = world, switches, file
         self.plan = world.plans[switches]

@@ -154,8 +154,6 @@ def test_changed_import_path_keeps_the_fork_server(fit, monkeypatch, tmp_path):
 
 
 class Draws(Callback):
-    """Draws a random number when it is created."""
-
     def __init__(self) -> None:
         torch.rand(1)
 
@@ -201,8 +199,6 @@ def is_forked(fit: TrainingProcess) -> bool:
 
 
 class Counted(Rows):
-    """Writes a byte to a file for each row, slowly."""
-
     def __init__(self, file: Path) -> None:
         super().__init__(4000)
         self.file = file

@@ -44,7 +44,6 @@ def subjects(processes: int = 1) -> list[Subject]:
 
 
 def fit(model: Learner, subject: Subject | None, processes: int) -> Weights:
-    """Train on the model's batches, and return its weights."""
     settings = subject.trainer_settings() if subject else {}
     if processes > 1:
         settings = {"strategy": "ddp", **settings, "devices": processes}
@@ -78,7 +77,6 @@ class Row:
             raise RuntimeError(f"Training {name} without a feature does not change its weights.")
 
     def cell(self, subject: Subject) -> str:
-        """Return the outcome of training with a feature."""
         model = make(self.name)
         try:
             weights = fit(model, subject, self.processes)
@@ -130,7 +128,6 @@ def content() -> dict[str, Any]:
 
 
 def read() -> dict[str, Cells]:
-    """Return the recorded cells, by model and feature."""
     rows: dict[str, Cells] = content()["rows"]
     return rows
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from tests.batching.accumulation.test_accumulation import TextNet, Texts, Windows, count_tokens
 from tests.batching.nets import counting_ddp
-from tests.helpers.models import weights_of
+from tests.helpers.models import shard, weights_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -39,10 +39,7 @@ class Sharded(TextNet):
 
     def configure_model(self) -> None:
         if self.sharded:
-            from torch.distributed.fsdp import fully_shard
-
-            for part in (self.layers[0], self.layers[2]):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+            shard(self, self.layers[0], self.layers[2])
 
     def train_dataloader(self) -> Any:
         data, batches, begin = Texts(26), [], 13 * self.global_rank

@@ -127,7 +127,6 @@ def train(
 
 
 def assert_same(run: dict[str, Any], bare: dict[str, Any], case: Any) -> None:
-    """Compare weights, samples, hooks, reductions, losses and norms."""
     torch.testing.assert_close(run["weights"], bare["weights"], rtol=0.0, atol=1e-6)
     for same in ("seen", "called", "reductions"):
         assert run[same] == bare[same], (case, same)

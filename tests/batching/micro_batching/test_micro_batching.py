@@ -28,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`
 
 
 def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
-    """Compare weights, counters, hooks, outputs and everything that was logged."""
     (net, hooks, logger), (other, other_hooks, other_logger) = run, expected
     close = {"rtol": rounding, "atol": rounding}
     assert_same_weights(net, other, **close)

@@ -97,7 +97,6 @@ def test_difference_on_another_rank_warns_on_the_first():
 def assert_same_run(
     make: Callable[[], LightningModule], micro: Callback, keys: list[str], **close: float
 ) -> None:
-    """Compare weights and logged series with and without micro-batches."""
     nets, loggers = [make(), make()], [MemoryLogger(), MemoryLogger()]
     for net, logger, callbacks in zip(nets, loggers, ([], [micro]), strict=True):
         quiet_trainer(callbacks=callbacks, logger=logger).fit(net)

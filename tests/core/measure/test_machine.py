@@ -21,7 +21,6 @@ GROUPS = "5:cpu,cpuacct:/job/step\n4:memory:/job/step\n0::/job/step\n"
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """Write the kernel's files."""
     files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     for name, text in (files | {"proc/self/cgroup": GROUPS}).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

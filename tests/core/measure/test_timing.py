@@ -1,17 +1,16 @@
 """The step clock and timing in turns, on a made-up clock and with made-up events."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from lightning_opt.core.measure import timing
 from lightning_opt.core.measure.timing import StepClock, rotated, time_in_turns
+from tests.profiling.clock import Clock, simulate_device
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
     return clock
 
@@ -25,40 +24,17 @@ def test_discarded_step_is_not_returned(clock):
     assert steps.read() == [2.0]
 
 
-class Event:
-    """An event that the device passes when the test says so."""
-
-    passed = 0.0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self, stream):
-        self.at = timing.time.now
-
-    def query(self):
-        return self.at <= Event.passed
-
-    def synchronize(self):
-        Event.passed = max(Event.passed, self.at)
-
-    def elapsed_time(self, end):
-        assert end.query()
-        return 1e3 * (end.at - self.at)
-
-
-def test_device_is_not_waited_for_between_reads(clock, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(Event, "passed", 0.0)
+def test_device_is_not_waited_for_between_reads(monkeypatch):
+    device = simulate_device(monkeypatch)
     steps = StepClock(torch.device("cuda", 0))
     steps.start()
     for _ in range(4):
-        clock.now += 2
+        device.work(2)
         steps.stop()
     assert steps.read() == []
-    Event.passed = 5.0
+    device.done = 5.0
     assert steps.read() == [2.0, 2.0]
+    assert device.waits == 0
     assert steps.read(wait=True) == [2.0, 2.0]
 
 

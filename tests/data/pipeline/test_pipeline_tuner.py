@@ -227,7 +227,6 @@ def test_chosen_settings_are_applied_at_each_reload(monkeypatch):
 
 
 def test_methods_replaced_by_others_are_restored(monkeypatch):
-    """Another callback and the user replace the same method."""
     monkeypatch.setattr(Search, "run", lambda *_: LoaderSettings(1, 2))
     callbacks = [lo.DataPipelineTuner(verbose=False), lo.DynamicBatchSize()]
     trainer = quiet_trainer(callbacks=callbacks, reload_dataloaders_every_n_epochs=1)

@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -19,9 +17,10 @@ from tests.helpers.models import (
     SmallNet,
     assert_same_weights,
     loader_of,
+    train_with_loss_scale,
     weights_of,
 )
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import LossScales, MemoryLogger, loss_scaling, quiet_trainer
 
 MAX_NORM = 1.5
 STEPS = 12
@@ -46,7 +45,6 @@ def fit(
 
 
 def train_plainly(accumulate: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Train with ``clip_grad_norm_`` and return norms and weights."""
     model, found = SmallNet(), []
     optimizer = model.configure_optimizers()
     loader = iter(loader_of(steps))
@@ -131,46 +129,15 @@ def test_adversarial_training_equals_a_plain_loop():
 # --- precision ------------------------------------------------------------------------------------
 
 
-class ScaleSpy(Callback):
-    """Records the loss scale after each step; it falls after an overflow."""
-
-    def __init__(self) -> None:
-        self.scales: list[float] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.scales.append(trainer.precision_plugin.scaler.get_scale())
-
-
-def make_scaler() -> torch.amp.GradScaler:
-    """Return a loss scaler that overflows from time to time on this data."""
-    return torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=4)
-
-
-def train_plainly_scaled() -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Norms, loss scales and weights of torch's recipe for clipping under a loss scaler."""
-    model, found, scales = SmallNet("Adam"), [], []
-    optimizer, scaler = model.configure_optimizers(), make_scaler()
-    for inputs, targets in loader_of(STEPS):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = nn.functional.mse_loss(model.layer(inputs), targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        found.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return found, scales, weights_of(model)
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_fp16_clips_unscaled_gradients(fused):
-    expected_norms, expected_scales, expected = train_plainly_scaled()
-    plugin, spy = MixedPrecision("16-mixed", "cpu", make_scaler()), ScaleSpy()
-    model = SmallNet("Adam", fused=fused)
-    logger, _ = fit(model, lo.FixedNorm(MAX_NORM), spy, plugins=[plugin])
+    expected, scale = SmallNet("Adam"), 2.0**17  # it overflows from time to time on this data
+    expected_norms, expected_scales = train_with_loss_scale(expected, scale, MAX_NORM)
+    model, scales = SmallNet("Adam", fused=fused), LossScales()
+    plugins = [loss_scaling(scale, growth_interval=4)]
+    logger, _ = fit(model, lo.FixedNorm(MAX_NORM), scales, plugins=plugins)
 
-    assert spy.scales == expected_scales
+    assert scales.seen == expected_scales
     overflow = ~np.isfinite(expected_norms)
     assert np.isfinite(logger.series("clip/norm")).tolist() == (~overflow).tolist()
     assert 0 < overflow.sum() < STEPS

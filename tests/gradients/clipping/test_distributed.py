@@ -165,7 +165,6 @@ def assert_equal_runs(ranks: list[Run], expected: Run, *, local: tuple[str, ...]
 
 @pytest.fixture(scope="module")
 def single() -> dict[str, Run]:
-    """The same runs on one process."""
     return {name: train(ShardedNet(), rule()) for name, rule in RULES.items()}
 
 

@@ -23,8 +23,6 @@ pytestmark = pytest.mark.distributed
 
 
 class ShardedNet(FaultyNet):
-    """Sharded with FSDP2."""
-
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.norm = torch.nn.Identity()  # type: ignore[assignment]

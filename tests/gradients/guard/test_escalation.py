@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -14,6 +13,7 @@ from lightning_opt.gradients.guard import escalation as escalation_module
 from lightning_opt.gradients.guard.escalation import Escalation
 from tests.gradients.faulty import FaultyNet, all_finite, fit, optimizer_state
 from tests.helpers.models import assert_same_state, assert_same_weights
+from tests.helpers.trainers import loss_scaling
 
 
 class Remembering(ExponentialLR):
@@ -63,8 +63,6 @@ def test_responses_to_faults_in_a_row() -> None:
 
 
 class Rates(torch.optim.SGD):
-    """Records the learning rate of each update."""
-
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.used: list[float] = []
@@ -100,13 +98,10 @@ def test_scale_multiplies_the_schedule(
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             seen.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
 
-    settings: dict[str, Any] = {}
-    if scaler:
-        grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        settings["plugins"] = MixedPrecision("16-mixed", "cpu", grad_scaler)
+    plugins = loss_scaling(2.0) if scaler else None
     guard = lo.NonFiniteGuard()
     model = Net(in_a_row(5, 8), batches=16)
-    fit(model, guard, Reader(), **settings)
+    fit(model, guard, Reader(), plugins=plugins)
     assert seen == pytest.approx([0.01 * 0.9 ** (step + 1) for step in range(16)], rel=1e-5)
     scales = [1.0] * 8 + [0.5 ** (1 - step / 4) for step in (1, 2, 3, 4)] + [1.0] * 4
     # The scale of a step includes the response to its own fault.
@@ -189,10 +184,11 @@ def test_restores_are_counted_per_snapshot() -> None:
 
 
 def test_loss_scaler_is_restored() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    plugins = MixedPrecision("16-mixed", "cpu", scaler)
+    plugins = loss_scaling(64.0)
     guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
     fit(FaultyNet(in_a_row(15, 21), batches=30), guard, plugins=plugins)
+    scaler = plugins.scaler
+    assert scaler is not None
     assert scaler.get_scale() == 64.0  # six faults had halved it six times
     assert scaler._get_growth_tracker() == 10 + 9
 

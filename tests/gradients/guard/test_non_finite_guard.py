@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 import lightning_opt as lo
@@ -18,7 +17,13 @@ from tests.helpers.models import (
     assert_same_weights,
     load_changed_state,
 )
-from tests.helpers.trainers import GradientSpy, MemoryLogger, SaveAt, quiet_trainer
+from tests.helpers.trainers import (
+    GradientSpy,
+    MemoryLogger,
+    SaveAt,
+    loss_scaling,
+    quiet_trainer,
+)
 
 FUSED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.02}),
@@ -71,8 +76,6 @@ def test_skipped_first_step_of_a_layer_leaves_no_momentum(
 
 
 class Recorder(FaultyNet):
-    """Records the loss of each batch."""
-
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.losses: list[float] = []
@@ -93,19 +96,14 @@ def test_event_loss_is_the_mean_over_the_accumulation_window() -> None:
 
 
 # --- fp16 with a loss scaler, on a CPU ----------------------------------------------------------
-def precision(init_scale: float = 2.0**16) -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
-    return MixedPrecision("16-mixed", "cpu", scaler)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_overflow_is_not_a_fault(fused: bool, device_path: bool) -> None:
     settings = {"lr": 0.01, "fused": fused}
     guard = lo.NonFiniteGuard()
-    plugins = precision(2.0**32)
+    plugins = loss_scaling(2.0**32)
     model = fit(FaultyNet({}, torch.optim.AdamW, settings, batches=40), guard, plugins=plugins)
     unguarded = fit(
-        FaultyNet({}, torch.optim.AdamW, settings, batches=40), plugins=precision(2.0**32)
+        FaultyNet({}, torch.optim.AdamW, settings, batches=40), plugins=loss_scaling(2.0**32)
     )
     assert not guard.events
     assert guard.report().notes[0].split("overflows ")[1][0] != "0"
@@ -119,7 +117,7 @@ def test_nonfinite_loss_is_a_fault(fused: bool, device_path: bool) -> None:
     guard = lo.NonFiniteGuard()
     faults = {3: "nan", 6: "inf"}
     model = FaultyNet(faults, torch.optim.AdamW, {"lr": 0.01, "fused": fused})
-    fit(model, guard, plugins=precision(64.0))
+    fit(model, guard, plugins=loss_scaling(64.0))
     found = [(event["batch_idx"], event["kind"]) for event in guard.events]
     assert found == [(3, "nonfinite_loss"), (6, "nonfinite_loss")]
     assert all_finite(model)
@@ -127,14 +125,14 @@ def test_nonfinite_loss_is_a_fault(fused: bool, device_path: bool) -> None:
 
 def test_overflow_at_a_scale_below_one_is_a_fault() -> None:
     guard = lo.NonFiniteGuard()
-    fit(FaultyNet({3: "root"}), guard, plugins=precision(0.5))
+    fit(FaultyNet({3: "root"}), guard, plugins=loss_scaling(0.5))
     assert [event["kind"] for event in guard.events] == ["nonfinite_gradient"]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_skipped_spike_does_not_change_the_loss_scale(fused: bool, device_path: bool) -> None:
     settings = {"lr": 1e-3, "fused": fused}
-    plugins, clean_plugins = precision(8.0), precision(8.0)
+    plugins, clean_plugins = loss_scaling(8.0), loss_scaling(8.0)
     assert plugins.scaler is not None
     assert clean_plugins.scaler is not None
     guard = lo.NonFiniteGuard(spike=6.0)

@@ -146,8 +146,6 @@ def test_bad_loss_skips_every_later_step_of_its_batch() -> None:
 
 
 class Complex(FaultyNet):
-    """A model with complex weights."""
-
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.filter = nn.Parameter(torch.ones(6, dtype=torch.complex64))
@@ -226,8 +224,6 @@ def test_sparse_and_float8_buffers_are_kept() -> None:
 
 
 class NewOptimizer(Callback):
-    """Replaces the optimizer by a new one before batch 3."""
-
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt import AdaptiveClipping, GradientHealth
-from tests.gradients.health.test_faults import Classifier, mlp, scaled
+from tests.gradients.health.test_faults import Classifier, mlp
 from tests.helpers.models import AdversarialNet
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import fit, loss_scaling
 
 functional = nn.functional
 STEPS, EVERY = 60, 10
@@ -34,8 +34,6 @@ def tokens(rows: int = 256, length: int = 16, vocabulary: int = 500) -> tuple[Te
 
 
 class Task(LightningModule):
-    """A network trained by cross-entropy."""
-
     def __init__(
         self,
         net: nn.Module,
@@ -109,7 +107,7 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     "frozen layers": lambda: (Classifier(with_frozen_layers()), {}),
     "fp16 with a loss scaler": lambda: (
         Classifier(mlp(2, width=32)),
-        {"plugins": scaled(2.0**24, growth_interval=20)},
+        {"plugins": loss_scaling(2.0**24, growth_interval=20)},
     ),
     "a model that converges": lambda: (
         Classifier(mlp(2, width=64), lr=3e-2, rows=16),
@@ -129,11 +127,8 @@ def test_clean_training_has_no_critical_issue(kind):
         def on_train_batch_end(self, *args: Any) -> None:
             seen.extend(str(issue) for issue in health.issues)
 
-    trainer = quiet_trainer(
-        callbacks=[health, AdaptiveClipping(), Collect()],
-        **{"max_steps": STEPS, "max_epochs": -1, **settings},
-    )
-    trainer.fit(model)
+    settings = {"max_steps": STEPS, "max_epochs": -1, **settings}
+    fit(model, health, AdaptiveClipping(), Collect(), **settings)
     assert not [issue for issue in seen if "[critical]" in issue], set(seen)
     assert health.state_dict()["0"]["reported_step"]
     assert health.summary().status == "healthy"

@@ -6,20 +6,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_opt import AdaptiveClipping, GradientHealth
 from tests.helpers.models import ResumableLoader
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import fit, loss_scaling, quiet_trainer
 
 FEATURES, CLASSES, WIDTH = 8, 4, 16
 
 
 class Classifier(LightningModule):
-    """A classifier of ``rows`` points."""
-
     def __init__(self, net: nn.Module, lr: float = 1e-3, rows: int = 960) -> None:
         super().__init__()
         self.net, self.lr, self.rows = net, lr, rows
@@ -51,10 +48,7 @@ def train(
     model: LightningModule, steps: int = 40, every: int = 10, plugins: Any = None, **settings: Any
 ) -> GradientHealth:
     health = GradientHealth(every_n_steps=every, **settings)
-    trainer = quiet_trainer(
-        callbacks=[health, AdaptiveClipping()], max_steps=steps, max_epochs=-1, plugins=plugins
-    )
-    trainer.fit(model)
+    fit(model, health, AdaptiveClipping(), max_steps=steps, max_epochs=-1, plugins=plugins)
     return health
 
 
@@ -173,8 +167,6 @@ def test_gradients_whose_squares_underflow_are_vanishing_not_dead():
 
 
 class Scale(nn.Module):
-    """Multiplies outputs and gradients by a constant."""
-
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
@@ -236,18 +228,13 @@ def test_parameters_without_gradient_are_stale_not_dead():
     assert health.summary().status == "warning"
 
 
-def scaled(scale: float, growth_interval: int = 10_000) -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
-    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaler_overflows_are_counted_but_no_issue(fused):
     class Scaled(Classifier):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
 
-    health = train(Scaled(mlp(3)), plugins=scaled(2.0**24))
+    health = train(Scaled(mlp(3)), plugins=loss_scaling(2.0**24))
     assert health.state_dict()["0"]["overflows"] > 3
     assert health.state_dict()["0"]["nonfinite"] == 0
     assert not [issue for issue in health.issues if issue.severity == "critical"]
@@ -262,7 +249,7 @@ def test_nan_at_every_loss_scale_is_an_issue_even_if_the_run_is_resumed(tmp_path
     for steps, severities in ((15, []), (25, ["critical"])):
         health = GradientHealth(every_n_steps=5)
         trainer = quiet_trainer(
-            callbacks=[health], max_steps=steps, max_epochs=-1, plugins=scaled(2.0**16)
+            callbacks=[health], max_steps=steps, max_epochs=-1, plugins=loss_scaling(2.0**16)
         )
         trainer.fit(Classifier(net), ckpt_path=last, weights_only=True)
         assert [issue.severity for issue in health.issues] == severities

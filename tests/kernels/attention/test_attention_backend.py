@@ -111,8 +111,6 @@ class See(Callback):
 
 
 class Operations(TorchDispatchMode):
-    """Counts the calls of torch's flash kernel."""
-
     flash = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -112,8 +112,6 @@ def test_only_weights_of_convolutions_are_converted():
 
 
 class Late(ConvNet):
-    """Has its layers from `configure_model`."""
-
     def __init__(self):
         super().__init__()
         self.late, self.net = self.net, None

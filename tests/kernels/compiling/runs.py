@@ -84,8 +84,6 @@ class Net(LightningModule):
 
 
 class Varying(Net):
-    """Batches of increasing size."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step([part[: 2 + batch_idx] for part in batch], batch_idx)
 
@@ -144,12 +142,10 @@ def messages_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def fails(graph: Any, inputs: Any) -> Any:
-    """Compile nothing."""
     raise RuntimeError("planted in the compiler")
 
 
 def fails_in_backward(graph: Any, inputs: Any) -> Any:
-    """Fail to compile the backward graph."""
     return aot_autograd(fw_compiler=_unchanged, bw_compiler=fails)(graph, inputs)
 
 
@@ -159,7 +155,6 @@ def breaks_in_backward(graph: Any, inputs: Any) -> Any:
 
 
 def out_of_memory(graph: Any, inputs: Any) -> Any:
-    """Run out of memory while compiling."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
 

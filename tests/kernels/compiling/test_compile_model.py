@@ -167,8 +167,6 @@ class TwoLosses(Net):
 
 
 class BackwardTwice(Net):
-    """Has its own backward."""
-
     def backward(self, loss: Tensor) -> None:
         loss.backward(retain_graph=True)
         loss.backward()

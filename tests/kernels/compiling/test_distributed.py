@@ -31,8 +31,6 @@ SHORT = {"max_epochs": 1, "limit_val_batches": 1, "devices": 2}
 
 
 class Split(Net):
-    """Each rank trains on its own rows."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rows = [part[self.global_rank :: 2] for part in batch]
         return super().training_step(rows, batch_idx)

@@ -92,8 +92,6 @@ def test_failure_after_an_earlier_graph_has_run_rolls_back(graphs: int) -> None:
 
 
 class OverwritesInput(Net):
-    """Writes to its own input."""
-
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2)
         torch._dynamo.graph_break()

@@ -51,8 +51,6 @@ def test_ddp_trains_equal_weights_on_all_ranks():
 
 
 class Sharded(SmallNet):
-    """A SmallNet under FSDP2."""
-
     def __init__(self) -> None:
         super().__init__("AdamW")
 

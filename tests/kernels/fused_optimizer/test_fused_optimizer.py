@@ -1,24 +1,20 @@
 """FusedOptimizer: which optimizers are switched, numerics, checkpoints and undo."""
 
+import functools
+import math
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import lightning_opt as lo
 from lightning_opt.kernels.fused_optimizer.fused_optimizer import Fused, obstacle_to_fused
-from tests.helpers.models import (
-    SmallNet,
-    assert_same_weights,
-    loader_of,
-    weights_of,
-)
+from tests.helpers import trainers
+from tests.helpers.models import SmallNet, assert_same_weights, train_with_loss_scale
 from tests.helpers.trainers import SaveAt, quiet_trainer
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -33,8 +29,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Net(SmallNet):
-    """A SmallNet with an optimizer of the given class and settings."""
-
     def __init__(self, kind: type[Optimizer] = Adam, **settings: Any) -> None:
         super().__init__()
         self.kind, self.settings = kind, {"lr": 0.02, **settings}
@@ -44,8 +38,6 @@ class Net(SmallNet):
 
 
 class Spy(Callback):
-    """Records the flags after each step."""
-
     def __init__(self) -> None:
         self.flags: list[tuple[Any, Any, Any]] = []
 
@@ -56,10 +48,7 @@ class Spy(Callback):
         self.flags.append((group.get("fused"), group.get("foreach"), scaling))
 
 
-def fit(model: SmallNet, *callbacks: Callback, **settings: Any) -> Any:
-    trainer = quiet_trainer(callbacks=list(callbacks), limit_val_batches=0, **settings)
-    trainer.fit(model)
-    return trainer
+fit = functools.partial(trainers.fit, limit_val_batches=0)
 
 
 @each_kind
@@ -216,8 +205,6 @@ def test_optimizer_is_fused_or_the_obstacle_is_named(case):
 
 
 class Sparse(Net):
-    """A model with sparse gradients."""
-
     def __init__(self) -> None:
         super().__init__(SGD)
         self.embedding = nn.Embedding(8, 6, _weight=torch.ones(8, 6), sparse=True)
@@ -244,39 +231,17 @@ def test_sparse_gradients_restore_the_optimizer_with_a_warning():
 MAX_NORM = 0.5
 
 
-def fp16_plugin(init_scale: float) -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
-    return MixedPrecision("16-mixed", "cpu", scaler)
-
-
-def recipe_weights(cls: type[Optimizer], init_scale: float, clip: bool) -> dict[str, Tensor]:
-    """Return the weights after torch's recipe for a loss scaler with clipping, unfused."""
-    model = Net(cls)
-    optimizer = model.configure_optimizers()
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
-    for inputs, targets in loader_of(12):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = nn.functional.mse_loss(model.layer(inputs), targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        if clip:
-            clip_grad_norm_(model.parameters(), MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-    return weights_of(model)
-
-
 @pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])  # the first one sometimes overflows
 @pytest.mark.parametrize(
     ("cls", "clip"), [(SGD, "none"), (Adam, "none"), (Adam, "ours"), (SGD, "trainer")]
 )
 def test_result_under_a_loss_scaler_equals_torchs_recipe(cls, init_scale, clip):
-    expected = recipe_weights(cls, init_scale, clip != "none")
-    spy, model = Spy(), Net(cls)
+    expected, spy, model = Net(cls), Spy(), Net(cls)
+    train_with_loss_scale(expected, init_scale, math.inf if clip == "none" else MAX_NORM)
     callbacks = [lo.FusedOptimizer(), spy]
     callbacks += [lo.AdaptiveClipping(lo.FixedNorm(MAX_NORM))] * (clip == "ours")
     settings = {"gradient_clip_val": MAX_NORM} if clip == "trainer" else {}
-    fit(model, *callbacks, plugins=[fp16_plugin(init_scale)], **settings)
+    plugins = [trainers.loss_scaling(init_scale, growth_interval=4)]
+    fit(model, *callbacks, plugins=plugins, **settings)
     assert spy.flags == [(True, False, False)] * 12
     assert_same_weights(model, expected, rtol=1e-4, atol=1e-5)

@@ -26,8 +26,6 @@ def state() -> dict[str, Any]:
 
 
 class Recorder(Callback):
-    """Records the settings in each step."""
-
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 

@@ -38,8 +38,6 @@ from tests.memory.runs import assert_identical, train, warnings_of
 
 
 class Watch(Callback):
-    """Records the checkpointed modules and the footprint of the model."""
-
     def __init__(self) -> None:
         self.checkpointed: list[str] = []
         self.footprint: dict[str, Any] = {}

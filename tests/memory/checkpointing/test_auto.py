@@ -185,8 +185,6 @@ def test_shapes_of_any_batch_structure_are_found() -> None:
 
 
 class Attention(nn.Module):
-    """Attention that stores its scores."""
-
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)

@@ -41,7 +41,6 @@ def callback(number: int) -> ActivationCheckpointing:
 
 
 def compare(names: list[str], make_strategy: Any) -> None:
-    """Compare training with and without checkpointing on this rank."""
     settings = {"devices": 2, "max_steps": 2, "limit_val_batches": 0}
     for number, name in enumerate(names):
         expected = train(name, None, strategy=make_strategy(), **settings)
@@ -77,7 +76,6 @@ def under_fsdp1() -> None:
 
 
 def configure_model(self: Architecture) -> None:
-    """Shard each block with FSDP2."""
     from torch.distributed.fsdp import fully_shard
 
     if hasattr(self, "sharded"):

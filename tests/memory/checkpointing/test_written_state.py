@@ -69,31 +69,33 @@ class OwnGenerator(Block):
         return x + (torch.rand(x.shape, generator=self.generator) * self.linear(x)).sin()
 
 
-class LateAverage(Block):
-    """A moving average that starts at the second step."""
+class Average(Block):
+    """A moving average of the hidden values."""
 
     def prepare(self) -> None:
         self.register_buffer("average", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x)
-        if self.begun:
-            self.average.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        self.write(hidden.detach().mean(0))
         return x + (hidden - self.average).sin()
+
+
+class LateAverage(Average):
+    """It starts at the second step."""
 
     begun = False
 
+    def write(self, mean: Tensor) -> None:
+        if self.begun:
+            self.average.mul_(0.9).add_(mean, alpha=0.1)
 
-class HiddenAverage(Block):
-    """A moving average that is written through `.data`, which has no version."""
 
-    def prepare(self) -> None:
-        self.register_buffer("average", torch.zeros(8))
+class HiddenAverage(Average):
+    """It is written through `.data`, which has no version."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.linear(x)
-        self.average.data.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
-        return x + (hidden - self.average).sin()
+    def write(self, mean: Tensor) -> None:
+        self.average.data.mul_(0.9).add_(mean, alpha=0.1)
 
 
 class Counting(Block):

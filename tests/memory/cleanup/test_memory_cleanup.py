@@ -233,8 +233,6 @@ def test_all_ranks_clean_when_one_needs_it(delayed):
 
 
 class Episodes(SmallNet):
-    """Each step makes a reference cycle of 8 MB."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         Cycle(8)
         return super().training_step(batch, batch_idx)

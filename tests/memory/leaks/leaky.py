@@ -96,8 +96,6 @@ class UnresetMetric(Net):
 
 
 class HoardingLogger(MemoryLogger):
-    """A logger that keeps all records."""
-
     def __init__(self) -> None:
         super().__init__()
         self.buffer: list[dict[str, Any]] = []

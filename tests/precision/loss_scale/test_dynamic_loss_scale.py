@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -16,13 +15,20 @@ import lightning_opt as lo
 from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import (
     ResumableLoader,
+    SmallNet,
     assert_same_state,
     assert_same_weights,
     load_changed_state,
 )
 from tests.helpers.processes import launch
 from tests.helpers.syncs import take_device_path
-from tests.helpers.trainers import MemoryLogger, SaveAt, quiet_trainer
+from tests.helpers.trainers import (
+    LossScales,
+    MemoryLogger,
+    SaveAt,
+    loss_scaling,
+    quiet_trainer,
+)
 
 WIDTH, BATCH = 8, 4
 SHARE = 0.02  # of the loss, so that only scales above 65536 overflow without planted factors
@@ -88,23 +94,9 @@ def data(steps: int) -> TensorDataset:
     return TensorDataset(inputs, inputs.square().mean(-1, keepdim=True))
 
 
-class Scales(Callback):
-    """Records the scale at the start and after each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-        self.start = 0.0
-
-    def on_train_start(self, trainer, pl_module):
-        self.start = trainer.precision_plugin.scaler.get_scale()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append(trainer.precision_plugin.scaler.get_scale())
-
-
 def fit(net: Net, plugin: Any, *callbacks: Callback, **settings: Any) -> list[float]:
     """Train, and return the scale after each step."""
-    scales = Scales()
+    scales = LossScales()
     trainer = quiet_trainer(plugins=[plugin], callbacks=[*callbacks, scales], **settings)
     trainer.fit(net)
     return scales.seen
@@ -198,7 +190,7 @@ def test_scale_has_a_floor():
 @pytest.mark.parametrize("factor", [1e30, math.nan], ids=["overflow", "nan"])
 def test_collapse_at_the_floor_raises(factor, path):
     net = Net(20, dict.fromkeys(range(4, 20), factor))
-    logger, scales = MemoryLogger(), Scales()
+    logger, scales = MemoryLogger(), LossScales()
     plugin = lo.DynamicLossScale(8.0, patience=5, every_n_steps=3)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[scales], logger=logger)
     with pytest.raises(FloatingPointError, match=r"collapsed.* min_scale=1") as error:
@@ -294,7 +286,7 @@ def test_resume_is_bit_exact(planted, accumulate, path, tmp_path):
     whole, resumed = (lo.DynamicLossScale(growth_interval=3) for _ in range(2))
     net, again = (Net(20 * accumulate, planted, warmup=True) for _ in range(2))
     scales = fit(net, whole, SaveOnce(file, 10), **settings)
-    trainer = quiet_trainer(plugins=[resumed], callbacks=[later := Scales()], **settings)
+    trainer = quiet_trainer(plugins=[resumed], callbacks=[later := LossScales()], **settings)
     trainer.fit(again, ckpt_path=file, weights_only=True)
     assert later.seen == scales[10 * accumulate :]
     assert_same_weights(again, net)
@@ -310,7 +302,7 @@ def test_new_settings_replace_those_of_the_checkpoint(tmp_path):
     file = tmp_path / "end.ckpt"
     fit(Net(4), lo.DynamicLossScale(1024.0), SaveAt(file, 4))
     plugin = lo.DynamicLossScale(growth_interval=200, min_scale=4096.0)
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[scales := Scales()], max_epochs=2)
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[scales := LossScales()], max_epochs=2)
     trainer.fit(Net(4), ckpt_path=file, weights_only=True)
     assert plugin.scaler.get_growth_interval() == 200
     assert [scales.start, *scales.seen] == [4096.0] * 5
@@ -318,8 +310,7 @@ def test_new_settings_replace_those_of_the_checkpoint(tmp_path):
 
 def test_checkpoints_are_compatible_with_the_plugin_of_lightning(tmp_path):
     theirs, ours = tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt"
-    plain = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=512.0))
-    fit(Net(4), plain, SaveAt(theirs, 4))
+    fit(Net(4), loss_scaling(512.0), SaveAt(theirs, 4))
     plugin = lo.DynamicLossScale()
     quiet_trainer(plugins=[plugin], callbacks=[SaveAt(ours, 8)], max_epochs=2).fit(
         net := Net(4), ckpt_path=theirs, weights_only=True
@@ -376,8 +367,7 @@ def test_model_and_trainer_are_restored(fails):
         del found["precision"], found["strategy"]
         return model_footprint(net), found
 
-    plain = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    assert run(lo.DynamicLossScale()) == run(plain)
+    assert run(lo.DynamicLossScale()) == run(loss_scaling(2.0**16))
 
 
 def test_plugin_can_be_pickled_before_and_after_a_run():
@@ -402,14 +392,10 @@ def test_invalid_argument_raises():
 
 
 def test_half_weights_and_lbfgs_raise_before_the_first_step():
-    class Lbfgs(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
     with pytest.raises(ValueError, match="needs weights in float32"):
         fit(Net().half(), lo.DynamicLossScale())
     with pytest.raises(ValueError, match=r"does not work with torch\.optim"):
-        fit(Lbfgs(), lo.DynamicLossScale())
+        fit(SmallNet("LBFGS"), lo.DynamicLossScale())
 
 
 # --- several processes, and a GPU ---------------------------------------------------------------

@@ -18,8 +18,6 @@ QUICK = {"steps": 8, "rounds": 4, "starts": 2, "warmup": 1}
 
 
 class WritesName(Callback):
-    """Writes its name to a file at each step."""
-
     def __init__(self, name: str, file: Path) -> None:
         self.name, self.file = name, file
 

@@ -22,7 +22,7 @@ from lightning_opt.profiling.doctor.doctor import HINTS
 from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.processes import launch
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, fit, quiet_trainer
 from tests.memory.leaks.leaky import LossList
 from tests.profiling.clock import Clock
 
@@ -39,12 +39,6 @@ def watchers(**more):
         # A shared machine may be slower for a while: slowdowns have their own tests.
         lo.PerformanceMonitor(every_n_steps=10, sample_seconds=0.05, slowdown=0.9),
     ]
-
-
-def fit(model, callbacks, **settings):
-    trainer = quiet_trainer(callbacks=callbacks, **settings)
-    trainer.fit(model)
-    return trainer
 
 
 class Healthy(SmallNet):
@@ -76,10 +70,10 @@ def _diagnose_healthy_and_leaking(folder):
         ModelCheckpoint(folder),
     ]
     settings = {"logger": MemoryLogger(), "profiler": lo.StepProfiler(print_table=False)}
-    trainer = fit(Healthy(), callbacks, max_epochs=2, enable_checkpointing=True, **settings)
+    trainer = fit(Healthy(), *callbacks, max_epochs=2, enable_checkpointing=True, **settings)
     healthy = lo.doctor(trainer)
     leaks = lo.LeakDetector(every_n_steps=10, warmup_steps=50)
-    leaking = lo.doctor(fit(LossList(), [leaks], max_epochs=6))
+    leaking = lo.doctor(fit(LossList(), leaks, max_epochs=6))
     return healthy.verdicts, healthy.notes, leaking["leaks"]
 
 
@@ -132,7 +126,7 @@ def test_waiting_for_data_is_found(monkeypatch):
     profiler = lo.StepProfiler(print_table=False)
     assert {verdict.state for verdict in profiler.diagnose()} == {"unknown"}
     callbacks = watchers()
-    diagnosis = lo.doctor(fit(SlowData(clock), callbacks, profiler=profiler))
+    diagnosis = lo.doctor(fit(SlowData(clock), *callbacks, profiler=profiler))
     assert diagnosis["data"].state == "look"
     assert "takes longest" in diagnosis["profile"].finding
     monitor = next(callback for callback in callbacks if isinstance(callback, lo.DataMonitor))
@@ -150,20 +144,20 @@ class NotANumber(SmallNet):
 
 
 def test_faults_of_the_guard_are_reported():
-    verdict = lo.doctor(fit(NotANumber(), watchers()))["stability"]
+    verdict = lo.doctor(fit(NotANumber(), *watchers()))["stability"]
     assert verdict.state == "look"
     assert re.search(r"\b2\b.* 12 steps", verdict.finding)
 
 
 def test_nonfinite_weights_are_found_without_a_guard():
-    trainer = fit(NotANumber(), [])
+    trainer = fit(NotANumber())
     verdict = lo.doctor(trainer)["stability"]
     assert verdict.state == "look"
     assert "layer.0.weight and 3 more of the model's tensors are NaN" in verdict.finding
     # Neither the verdict of a guard without steps replaces it, nor that of one that found nothing.
     trainer.callbacks.append(lo.NonFiniteGuard())
     assert lo.doctor(trainer)["stability"].state == "look"
-    trainer = fit(model := SmallNet(), [lo.NonFiniteGuard()])
+    trainer = fit(model := SmallNet(), lo.NonFiniteGuard())
     assert lo.doctor(trainer)["stability"].state == "ok"
     model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
     assert lo.doctor(trainer)["stability"].state == "ok"
@@ -175,7 +169,7 @@ def test_nonfinite_weights_are_found_without_a_guard():
 
 def test_frequent_clipping_is_found():
     clipping = lo.AdaptiveClipping(rule=lo.FixedNorm(1e-6))
-    verdict = lo.doctor(fit(SmallNet(), [clipping], max_epochs=3))["clipping"]
+    verdict = lo.doctor(fit(SmallNet(), clipping, max_epochs=3))["clipping"]
     assert verdict.state == "look"
     assert "clips 100.0% of the time" in verdict.finding
 
@@ -193,26 +187,26 @@ def test_verdicts_before_a_run_are_unknown(name):
 
 def test_verdict_on_the_optimizer_is_that_during_training():
     """FusedOptimizer restores the Trainer's optimizers after training."""
-    fused = fit(SmallNet("Adam"), [lo.FusedOptimizer()])
+    fused = fit(SmallNet("Adam"), lo.FusedOptimizer())
     assert not fused.optimizers[0].param_groups[0]["fused"]
     assert lo.doctor(fused)["optimizer"].state == "ok"
     assert "Adam ran fused" in lo.doctor(fused)["optimizer"].finding
-    assert lo.doctor(fit(SmallNet("Adam"), []))["optimizer"].state == "look"
-    assert lo.doctor(fit(SmallNet("Adam", fused=True), []))["optimizer"].state == "ok"
-    assert lo.doctor(fit(SmallNet("RMSprop"), []))["optimizer"].state == "ok"
+    assert lo.doctor(fit(SmallNet("Adam")))["optimizer"].state == "look"
+    assert lo.doctor(fit(SmallNet("Adam", fused=True)))["optimizer"].state == "ok"
+    assert lo.doctor(fit(SmallNet("RMSprop")))["optimizer"].state == "ok"
 
 
 def test_verdict_on_compilation_is_that_during_training():
-    compiled = fit(SmallNet(), [lo.CompileModel(backend="eager")])
+    compiled = fit(SmallNet(), lo.CompileModel(backend="eager"))
     assert lo.doctor(compiled)["compilation"].state == "ok"
-    plain = lo.doctor(fit(SmallNet(), []))["compilation"]
+    plain = lo.doctor(fit(SmallNet()))["compilation"]
     assert (plain.state, "compare()" in plain.advice) == ("unknown", True)
 
 
 def test_verdict_on_checkpoints_needs_a_saved_one(tmp_path):
     never = ModelCheckpoint(tmp_path / "never", every_n_train_steps=1000)
     for callback, state in ((ModelCheckpoint(tmp_path / "each"), "ok"), (never, "look")):
-        trainer = fit(SmallNet(), [callback], enable_checkpointing=True)
+        trainer = fit(SmallNet(), callback, enable_checkpointing=True)
         assert lo.doctor(trainer)["checkpoints"].state == state
     assert lo.doctor(quiet_trainer())["checkpoints"].state == "look"
 
@@ -320,6 +314,6 @@ def test_doctor_during_training_changes_nothing():
             lo.doctor(trainer)
 
     alone, watched = SmallNet("Adam"), SmallNet("Adam")
-    fit(alone, watchers())
-    fit(watched, [*watchers(), CallsDoctor()])
+    fit(alone, *watchers())
+    fit(watched, *watchers(), CallsDoctor())
     assert_same_weights(watched, alone)

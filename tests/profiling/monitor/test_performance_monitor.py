@@ -47,17 +47,18 @@ class Timed(SmallNet):
         return DataLoader(Slow(*batches_of(12).tensors), batch_size=4)
 
 
-def timed(monkeypatch, monitor, seconds=lambda step: 2.0, **settings):
-    clock, logger = Clock(), MemoryLogger()
+def timed(monkeypatch, monitor, seconds=lambda step: 2.0, ckpt_path=None, **settings):
+    clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
-    quiet_trainer(callbacks=[monitor], logger=logger, **settings).fit(Timed(clock, seconds))
-    return logger
+    trainer = quiet_trainer(callbacks=[monitor], logger=MemoryLogger(), **settings)
+    trainer.fit(Timed(clock, seconds), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
 
 
 def test_step_time_includes_loading_but_not_validation(monkeypatch):
     """Loading takes 1 s, the step 2 s, backward 0.5 s."""
     monitor = lo.PerformanceMonitor(every_n_steps=4, tokens=10)
-    logger = timed(monkeypatch, monitor, max_epochs=2, val_check_interval=6)
+    logger = timed(monkeypatch, monitor, max_epochs=2, val_check_interval=6).logger
     steps = logger.series("perf/step_seconds")
     assert len(steps) == 6
     # Lightning fetches one batch ahead, so a step may include the wait of the next one.
@@ -123,18 +124,15 @@ def test_slowdown_warns_once_and_appears_in_the_report(monkeypatch, caplog):
 
 def test_throughput_history_resumes(monkeypatch, tmp_path):
     def run(monitor, epochs, **settings):
-        clock = Clock()
-        monkeypatch.setattr(timing, "time", clock)
-        trainer = quiet_trainer(callbacks=[monitor], max_epochs=epochs)
-        trainer.fit(Timed(clock, lambda step: 2.0 if step < 48 else 6.0), **settings)
-        return trainer
+        slower = lambda step: 2.0 if step < 48 else 6.0  # noqa: E731
+        return timed(monkeypatch, monitor, slower, max_epochs=epochs, **settings)
 
     whole = lo.PerformanceMonitor(every_n_steps=3)
     run(whole, 8)
     file = tmp_path / "half.ckpt"
     run(lo.PerformanceMonitor(every_n_steps=3), 4).save_checkpoint(file)
     resumed = lo.PerformanceMonitor(every_n_steps=3)
-    run(resumed, 8, ckpt_path=file, weights_only=True)
+    run(resumed, 8, ckpt_path=file)
     # The first two steps of each run are not timed, so that one point differs.
     assert len(resumed.state_dict()["throughput"]["whole"]) == 32
     assert resumed.record.work.steps.count == whole.record.work.steps.count - 48

@@ -32,7 +32,7 @@ from lightning_opt.profiling.steps.step_profiler import Measures, StepProfiler
 from lightning_opt.profiling.steps.step_run import StepRun
 from tests.helpers.models import SmallNet
 from tests.helpers.trainers import quiet_trainer
-from tests.profiling.clock import Clock
+from tests.profiling.clock import Clock, Device, simulate_device
 
 
 @pytest.fixture
@@ -145,44 +145,9 @@ def test_each_action_of_lightning_has_its_phase():
 # --- the device's clock -------------------------------------------------------------------------
 
 
-class Device:
-    """A device that works behind the host, and counts waits."""
-
-    def __init__(self) -> None:
-        self.queued = 0.0  # the time at which all queued work ends
-        self.done = 0.0
-        self.waits = 0
-
-    def work(self, seconds: float) -> None:
-        self.queued += seconds
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self.device = device
-
-    def record(self, stream: Any) -> None:
-        self.time = self.device.queued
-
-    def query(self) -> bool:
-        return self.time <= self.device.done
-
-    def synchronize(self) -> None:
-        self.device.waits += 1
-        self.device.done = max(self.device.done, self.time)
-
-    def elapsed_time(self, other: "Event") -> float:
-        assert self.query()
-        assert other.query(), "an event was read before the device passed it"
-        return 1e3 * (other.time - self.time)
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    simulated = Device()
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(simulated))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    return simulated
+    return simulate_device(monkeypatch)
 
 
 @pytest.mark.parametrize("behind", [0, 40])

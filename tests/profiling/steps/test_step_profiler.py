@@ -103,12 +103,8 @@ def measure_in_ddp() -> Any:
         patch.setattr(phase_clock, "perf_counter", clock)
         fit(profiler, Net(), SlowRank1(), devices=2, strategy="ddp", limit_val_batches=0)
 
-    class Failing(SmallNet):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ArithmeticError("planted")
-
     with contextlib.suppress(ArithmeticError):
-        fit(quiet_profiler(), Failing(), devices=2, strategy="ddp")
+        fit(quiet_profiler(), SmallNet(fail_at=0), devices=2, strategy="ddp")
     # Rank 0 does not wait for a profiler of rank 1, after the failed run of both either.
     alone = quiet_profiler() if dist.get_rank() == 0 else None
     fit(alone, SmallNet(), devices=2, strategy="ddp")

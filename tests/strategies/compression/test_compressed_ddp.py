@@ -221,7 +221,6 @@ def test_restored_residuals_are_counted_once():
 
 
 def _log() -> list[Any]:
-    """Return the records and the last metrics of two runs."""
     found = []
     for compressor in (Quantize(8), TopK(0.05)):
         logger = MemoryLogger()

@@ -29,7 +29,6 @@ SIZES = (700, 3, 1500)
 
 
 def reduction(scheme: Any, parameters: list[Tensor], **settings: Any) -> CompressedReduction:
-    """Return a hook that sends every step as ``scheme``."""
     settings = {"loss_scale": lambda: torch.ones(()), "clip": lambda *_: None, **settings}
     names = {parameter: f"p{place}" for place, parameter in enumerate(parameters)}
     return CompressedReduction(names, [scheme], lambda step: scheme, **settings)
