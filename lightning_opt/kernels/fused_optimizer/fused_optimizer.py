@@ -170,14 +170,18 @@ def _obstacle_in(parameter: Tensor, base: type[Optimizer]) -> str | None:
     return None
 
 
-def _fused_base(cls: type[Optimizer]) -> type[Optimizer] | None:
+def _fused_base(cls: Any) -> type[Optimizer] | None:
     """Return torch's fusable class whose update ``cls`` inherits unchanged, or None."""
-    for parent in cls.__mro__:
-        if parent in FUSABLE:
-            return parent
-        if "step" in vars(parent) or "_init_group" in vars(parent):
-            return None
+    for base in cls.__mro__:
+        if base in FUSABLE:
+            inherits = _step_of(cls) is _step_of(base) and cls._init_group is base._init_group
+            return base if inherits else None
     return None
+
+
+def _step_of(cls: Any) -> Any:
+    """Return a class's ``step`` without the wrapper that torch sets when it is first used."""
+    return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
 
 
 @functools.cache

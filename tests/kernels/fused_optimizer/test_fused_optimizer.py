@@ -171,6 +171,15 @@ class Inherited(AdamW):
     """A user's optimizer with the inherited update."""
 
 
+class First(AdamW):
+    """Its ``step`` is wrapped by torch, as it is in the first class that a process uses."""
+
+
+AdamW([torch.ones(1)])  # wraps AdamW's own step
+First.step = Optimizer.profile_hook_step(AdamW.step.__wrapped__)
+First.step.hooked = True
+
+
 def parameter(**settings: Any) -> nn.Parameter:
     return nn.Parameter(torch.ones(4, 4, **settings))
 
@@ -179,6 +188,7 @@ DAMPED = {"momentum": 0.9, "dampening": 0.1}
 CHOICES = {
     "fused": (lambda: Adam([parameter()]), None),
     "derived": (lambda: Inherited([parameter()]), None),
+    "first": (lambda: First([parameter()]), None),
     "double": (lambda: AdamW([parameter(dtype=torch.float64)]), None),
     "bfloat16": (lambda: SGD([parameter(dtype=torch.bfloat16)], lr=0.1), None),
     "foreach": (lambda: Adam([parameter()], foreach=True), None),
