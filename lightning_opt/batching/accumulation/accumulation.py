@@ -83,7 +83,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    not_pickled = ("_trainer",)
+    not_pickled = ("_trainer", "_groups")
 
     def __init__(
         self,
