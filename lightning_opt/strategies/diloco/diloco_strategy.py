@@ -179,9 +179,6 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             self._replica = Replica(self._module, self.optimizers, self._replicas, self.plan, state)
             self._undo.callback(self._replica.thread.close)
             self._check_loaders(self._module.trainer)
-            for name in ("broadcast", "reduce", "barrier"):
-                checked = self._after_meeting(getattr(self, name))
-                self._undo.enter_context(replaced(self, **{name: checked}))
         self._resumed = None
 
     def _after_meeting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +214,11 @@ class DiLoCoStrategy(OwnExchangeStrategy):
                 "Use a DistributedSampler, or Trainer(limit_train_batches=...) with a number that "
                 "every process reaches."
             )
-        replica.may_end |= bool(may_end)
+        if may_end and not replica.may_end:
+            replica.may_end = True
+            for name in ("broadcast", "reduce", "barrier"):
+                checked = self._after_meeting(getattr(self, name))
+                self._undo.enter_context(replaced(self, **{name: checked}))
 
     def on_train_end(self) -> None:
         """Synchronize once more, because callbacks may have changed the weights."""
