@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -181,16 +180,25 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             self._check_loaders(self._module.trainer)
         self._resumed = None
 
-    def _after_meeting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        """Let one of Lightning's collectives first check that all replicas call one."""
+    # Lightning compares and copies the function that `self.log` reduces with: no patches here.
 
-        # A plain function: Lightning copies what `functools.partial` holds.
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            if self._replica is not None and not self._module.trainer.interrupted:
-                self._replica.meet(COLLECTIVE)
-            return collective(*args, **kwargs)
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().broadcast(*args, **kwargs)
 
-        return checked
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().reduce(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return super().barrier(*args, **kwargs)
+
+    def _meet(self) -> None:
+        """Check that all replicas call one of Lightning's collectives."""
+        replica = self._replica
+        if replica is not None and not self._module.trainer.interrupted:
+            replica.meet(COLLECTIVE)
 
     def _check_loaders(self, trainer: pl.Trainer, *_: Any) -> None:
         """Compare the replicas' training loaders, once each time that Lightning has loaded them.
@@ -214,11 +222,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
                 "Use a DistributedSampler, or Trainer(limit_train_batches=...) with a number that "
                 "every process reaches."
             )
-        if may_end and not replica.may_end:
-            replica.may_end = True
-            for name in ("broadcast", "reduce", "barrier"):
-                checked = self._after_meeting(getattr(self, name))
-                self._undo.enter_context(replaced(self, **{name: checked}))
+        replica.may_end |= bool(may_end)
 
     def on_train_end(self) -> None:
         """Synchronize once more, because callbacks may have changed the weights."""

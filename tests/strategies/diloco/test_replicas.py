@@ -318,7 +318,8 @@ def _streams_of_different_lengths(folder: str) -> None:
             with pytest.raises(RuntimeError, match="data of one replica ended while another"):
                 fit(StreamNet(fewer=fewer), lo.DiLoCoStrategy(4), **settings)
     model = StreamNet(fewer=7)
-    fit(model, lo.DiLoCoStrategy(4), max_epochs=-1, max_steps=2 * STEPS)
+    settings = {"max_epochs": -1, "max_steps": 2 * STEPS, "num_sanity_val_steps": 1}
+    fit(model, lo.DiLoCoStrategy(4), **settings)  # validates before and after it knows of streams
     assert same_on_all_ranks(model)
 
 
