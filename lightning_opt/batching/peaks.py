@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_opt.core.measure.exhaustion import free_unused
 from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
@@ -49,7 +48,11 @@ class LimitMeter:
         self.sample = self._meter.sample  # for systems that record no peak
 
     def start(self) -> None:
-        free_unused(self._device)  # memory kept for reuse would count as the peak
+        # Memory kept for reuse would count as the peak. Garbage collection would slow the batch.
+        if self._device.type == "cpu":
+            malloc_trim()
+        elif self._device.type == "cuda":
+            torch.cuda.empty_cache()
         self._meter.start()
 
     def read(self) -> Peak:

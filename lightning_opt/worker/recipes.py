@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import operator
 import re
 import sys
@@ -144,19 +143,13 @@ def instantiate(value: Any, package: ModuleType = DEFAULT) -> Any:
         kind = class_named(items["class_path"], package)
         arguments, keywords = items.get("init_args") or {}, items.get("dict_kwargs") or {}
         has_dicts = any(isinstance(argument, Mapping) for argument in arguments.values())
-        if has_dicts and importlib.util.find_spec("jsonargparse") and _declares(kind, arguments):
-            with suppress(ArgumentError):  # an annotation that its own arguments contradict
+        if has_dicts and isinstance(kind, type) and importlib.util.find_spec("jsonargparse"):
+            with suppress(ArgumentError):  # arguments of `**kwargs`, or a wrong annotation
                 return create(kind, items)
         return kind(**arguments, **keywords)
     if isinstance(value, list):
         return [instantiate(item, package) for item in value]
     return value
-
-
-def _declares(kind: Any, arguments: Mapping[str, Any]) -> bool:
-    # jsonargparse may not find the arguments that `**kwargs` passes on.
-    declared = inspect.signature(kind).parameters.keys()
-    return isinstance(kind, type) and arguments.keys() <= declared
 
 
 def create(kind: type, entry: Mapping[str, Any]) -> Any:

@@ -177,7 +177,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             state = self._resumed or {}
             self._replica = Replica(self._module, self.optimizers, self._replicas, self.plan, state)
             self._undo.callback(self._replica.thread.close)
-            self._check_loaders(self._module.trainer)
+            self._check_loaders(self._module.trainer)  # a fit resumed in an epoch does not start it
         self._resumed = None
 
     # Lightning compares and copies the function that `self.log` reduces with: no patches here.
