@@ -144,6 +144,26 @@ def train_with_loss_scale(
     return norms, scales
 
 
+class TwoOptimizersNet(SmallNet):
+    """Two optimizers step every other parameter in turn, so no backward pass uses all of them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.step(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        weights = list(self.layer.parameters())
+        return [torch.optim.SGD(weights[number::2], lr=0.05) for number in (0, 1)]
+
+
 class WholeBatchNet(SmallNet):
     """A SmallNet whose processes do not split their batches."""
 

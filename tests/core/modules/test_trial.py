@@ -21,7 +21,13 @@ from lightning_opt.core.modules.trial import (
     all_parameters,
     without_side_effects,
 )
-from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights, weights_of
+from tests.helpers.models import (
+    AdversarialNet,
+    SmallNet,
+    TwoOptimizersNet,
+    assert_same_weights,
+    weights_of,
+)
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -198,25 +204,6 @@ def test_optimizers_of_torch_do_not_step_in_trials() -> None:
     assert steps
 
 
-class TwoOptimizers(SmallNet):
-    """Optimizes its layers in turn, so that no backward pass uses all parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(self.step(batch))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.layer[place].parameters(), lr=0.1) for place in (0, 2)]
-
-
 class Alternating(SmallNet):
     """Uses one of two heads by the number of its calls."""
 
@@ -247,7 +234,7 @@ def train_under_ddp() -> None:
     expected = weights(SmallNet, static_graph=True)
     for callback in (lo.Accumulation(), tuner):
         assert_same_weights(weights(SmallNet, callback, static_graph=True), expected)
-    for model in (TwoOptimizers, Alternating):
+    for model in (TwoOptimizersNet, Alternating):
         expected = weights(model, find_unused_parameters=True)
         assert_same_weights(weights(model, TriesFirstStep(), find_unused_parameters=True), expected)
 

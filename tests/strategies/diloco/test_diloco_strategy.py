@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lightning_opt as lo
 from tests.helpers.models import (
     SmallNet,
+    TwoOptimizersNet,
     WholeBatchNet,
     assert_same_weights,
     batches_of,
@@ -208,22 +209,8 @@ def _unusual_net(settings: dict[str, Any]) -> None:
     assert not model.norm.running_mean.equal(torch.zeros(6))
 
 
-class TwoOptimizers(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(self.step(batch))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        weights = list(self.layer.parameters())
-        return [torch.optim.SGD(weights[number::2], lr=0.05) for number in (0, 1)]
+class TwoOptimizers(TwoOptimizersNet, Net):
+    pass
 
 
 class Spoil(Callback):
