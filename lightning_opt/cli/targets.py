@@ -113,7 +113,7 @@ class Targets:
     def _package(self) -> Any:
         import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
-        model: Any = None
+        path, arguments = None, ""
         for option, following in pairwise([*self.argv, ""]):
             option, _, value = option.partition("=")
             value = value or following
@@ -121,9 +121,18 @@ class Targets:
                 if option == "--model":
                     model = yaml.safe_load(value)
                 elif option in ("--config", "-c"):
-                    content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-                    model = content.get("model") or model
-        path = model.get("class_path") if isinstance(model, Mapping) else model
+                    model = yaml.safe_load(Path(value).read_text(encoding="utf-8")).get("model")
+                else:
+                    continue
+                if isinstance(model, Mapping) and "class_path" not in model:
+                    arguments = value
+                elif model:
+                    path = model["class_path"] if isinstance(model, Mapping) else model
+        if arguments and path is None:
+            raise UsageError(
+                f"{arguments} has arguments of the model but no class_path. Name the class first: "
+                f"path/to/file.py:Class --config {arguments}"
+            )
         try:
             return package_of(look_up(as_target(str(path))))
         except (ImportError, UsageError, ValueError):

@@ -151,6 +151,12 @@ def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_configuration_without_class_path_asks_for_the_class(capsys):
+    Path("plain.yaml").write_text("model: {width: 3}\n")
+    message = fails(["fit", "plain.yaml"], capsys)[1]
+    assert "Name the class first: path/to/file.py:Class --config plain.yaml" in message
+
+
 def test_missing_extra_exits_with_3(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     code, message = fails(["presets"], capsys)
@@ -247,22 +253,26 @@ def test_fit_reads_the_preset_from_a_configuration_file(tmp_path, capsys):
     assert "preset: basic" in capsys.readouterr().out
 
 
+def _fit_as_a_script(folder, words):
+    """Run the command as ``python -m lightning_opt`` does, without importing torch anew."""
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        del os.environ[name]  # so that Lightning starts the other process
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.chdir(folder)
+    sys.modules["__main__"].__spec__ = find_spec("lightning_opt.__main__")
+    sys.argv = ["lightning-opt", *words]
+    assert main() == 0
+    processes = torch.distributed.get_world_size()
+    torch.distributed.destroy_process_group()
+    return processes
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_fit_starts_the_second_ddp_process(tmp_path):
-    words = [*TARGETS, "--preset=basic", "--trainer.strategy=ddp_topk", "--trainer.devices=2"]
-    quiet = [word for word in QUIET if "devices" not in word]
-    command = [sys.executable, "-m", "lightning_opt", "fit", *words, *quiet]
-    done = subprocess.run(  # noqa: PLW1510 - looked at below
-        [*command, "--trainer.max_steps=2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "MEMBER: 2/2" in done.stderr
+    words = [*FIT, "--preset=basic", "--trainer.strategy=ddp_topk", "--trainer.max_steps=2"]
+    words += [*QUIET, "--trainer.devices=2"]
+    assert launch(_fit_as_a_script, tmp_path, words, processes=1) == [2]
     assert weights_in(tmp_path)
 
 

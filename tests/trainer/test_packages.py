@@ -191,6 +191,8 @@ def test_lightning_cli_of_pytorch_lightning_reads_our_classes(tmp_path, monkeypa
 def test_commands_train_a_module_of_pytorch_lightning(project, tmp_path, capsys):
     stop = f"--trainer.callbacks={project.stem}.Interrupt"
     words = [f"{project}:Small", "--data", f"{project}:SmallData", "--trainer.max_steps=3"]
+    (arguments := tmp_path / "arguments.yaml").write_text("model: {width: 4}\n")
+    words.append(f"--config={arguments}")
     assert main(["fit", *words, "--preset=ultra", *QUIET]) == 0
     assert list(tmp_path.rglob("*.ckpt"))
     assert main(["fit", *words[:3], stop, *QUIET]) == 130

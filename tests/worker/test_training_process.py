@@ -472,7 +472,9 @@ def test_second_file_of_a_name_has_the_same_module_name_in_every_process(tmp_pat
     source = "def function():\n    pass\n"
     (file := tmp_path / "json.py").write_text(source)  # a module of this name is loaded
     own = import_attribute(f"{file}:function").__module__
-    code = f"from {import_attribute.__module__} import import_attribute as get; import json; "
+    code = "import json, sys, types; "
+    code += "sys.modules['lightning_opt.trainer.lightning'] = types.SimpleNamespace(DEFAULT=None); "
+    code += f"from {import_attribute.__module__} import import_attribute as get; "
     code += f"print(get({f'{file}:function'!r}).__module__)"
     environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
