@@ -76,10 +76,11 @@ class Fragment:
 
     def compute_pseudo_gradient(self) -> Tensor:
         """Return the shared weights minus this replica's."""
-        self.pseudo_gradient = self.outer.clone()
-        for parameter, part in self.parts(self.pseudo_gradient):
+        self.pseudo_gradient = torch.empty_like(self.outer)
+        own, shared = self.parts(self.pseudo_gradient), self.parts(self.outer)
+        for (parameter, part), (_, outer) in zip(own, shared, strict=True):
             # Round the shared weights like the replica's, so that unchanged weights give 0.
-            part.copy_(part.to(parameter.dtype)).sub_(parameter)
+            torch.sub(outer.to(parameter.dtype).to(outer.dtype), parameter, out=part)
         return self.pseudo_gradient
 
     def step(self, mean: Tensor, lr: float, momentum: float) -> Tensor:
