@@ -29,9 +29,6 @@ from tests.helpers.trainers import GradientSpy, MemoryLogger, loss_scaling, quie
 
 FEATURES = 5
 
-ignore_leaf_spec = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-"""pytest.warns re-emits other warnings without their module."""
-
 
 class Texts(Dataset[Any]):
     """Sequences of different lengths, padded to the longest."""
@@ -218,7 +215,6 @@ def test_effective_batch_sets_window_length_and_estimated_steps():
     assert trainer.accumulate_grad_batches == 1  # restored
 
 
-@ignore_leaf_spec
 def test_rounding_of_effective_batch_warns():
     with pytest.warns(UserWarning, match="not a multiple of the 4 samples"):
         _, steps, _ = train(lo.Accumulation(effective_batch=11))
@@ -248,7 +244,6 @@ def test_later_hooks_see_averaged_gradients(first):
     assert spy.norms[0][0] == pytest.approx(norm, rel=1e-5)
 
 
-@ignore_leaf_spec
 def test_gradients_are_averaged_if_the_last_loss_is_none(monkeypatch):
     monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # warns once per process
 

@@ -305,7 +305,6 @@ def test_resumed_run_is_bit_exact(device_path: bool, tmp_path: Path) -> None:
     load_changed_state(resumed)
 
 
-@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")
 def test_step_without_a_loss_is_not_counted() -> None:
     class NoLoss(FaultyNet):

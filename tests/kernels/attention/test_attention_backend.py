@@ -167,7 +167,6 @@ def test_math_serves_dropout_and_warns_once(kind):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
 def test_first_batch_of_training_is_recorded_not_the_sanity_check():
     attention = lo.AttentionBackend()
     with pytest.warns(UserWarning, match="dropout 0.2"):
