@@ -21,9 +21,6 @@ CPU = torch.device("cpu")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 
 
-# --- the process and the machine ----------------------------------------------------------------
-
-
 def test_resident_memory_agrees_with_psutil():
     assert resident_memory() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
@@ -48,9 +45,6 @@ def test_meters_that_run_together_keep_their_own_peaks():
     assert (outer.read() - before) / MB == pytest.approx(256, abs=24)
     assert (inner.read() - before) / MB == pytest.approx(0, abs=24)
     assert (later.read() - before) / MB == pytest.approx(0, abs=24)
-
-
-# --- the heap -----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_opt.core.measure import timing
-from lightning_opt.core.measure.timing import StepClock, rotated, time_in_turns
+from lightning_opt.core.measure.timing import StepClock, time_in_turns
 from tests.profiling.clock import Clock, simulate_device
 
 
@@ -36,11 +36,6 @@ def test_device_is_not_waited_for_between_reads(monkeypatch):
     assert steps.read() == [2.0, 2.0]
     assert device.waits == 0
     assert steps.read(wait=True) == [2.0, 2.0]
-
-
-def test_each_round_starts_one_candidate_later():
-    assert [rotated("abc", turn) for turn in (0, 1, -1)] == [list("abc"), list("bca"), list("cab")]
-    assert rotated([], 3) == []
 
 
 def test_candidates_are_timed_once_a_round_without_the_warmup(clock):

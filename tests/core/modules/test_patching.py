@@ -115,16 +115,6 @@ def test_attributes_are_restored_in_any_order(order, own):
     assert vars(owner) == before
 
 
-def test_inner_replacement_restores_the_value_set_in_between():
-    owner = Owner()
-    with replaced(owner, kind=1):
-        owner.kind = 2
-        with replaced(owner, kind=3):
-            assert owner.kind == 3
-        assert owner.kind == 2
-    assert vars(owner) == {}
-
-
 class ScriptedNet(SmallNet):
     """Has a part by ``torch.jit.script``, and calls a layer under ``torch.vmap``."""
 

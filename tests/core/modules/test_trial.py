@@ -174,34 +174,23 @@ def test_written_parameters_are_restored(compiled: bool) -> None:
     assert changed == [True] * 3
 
 
-def test_no_optimizer_steps_under_manual_optimization() -> None:
+def test_neither_lightnings_nor_torchs_optimizers_step_in_trials() -> None:
+    class StepsBoth(AdversarialNet):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            for optimizer in self.optimizers(use_pl_optimizer=False):  # type: ignore[union-attr]
+                optimizer.step()
+
     class Trying(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             for optimizer in trainer.optimizers:
-                optimizer.param_groups[0]["momentum"] = 0.9
+                optimizer.register_step_post_hook(lambda *_: steps.append(index))
             TrialStep(trainer, module, batch, index).run()
-            assert not any(optimizer.state for optimizer in trainer.optimizers)
-
-    quiet_trainer(callbacks=[Trying()], limit_train_batches=1).fit(AdversarialNet())
-
-
-def test_optimizers_of_torch_do_not_step_in_trials() -> None:
-    class Raw(Teaching):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.optimizers(use_pl_optimizer=False).step()
-            return super().training_step(batch, batch_idx)
-
-    class Trying(L.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            [optimizer] = trainer.optimizers
-            optimizer.register_step_post_hook(lambda *_: steps.append(index))
-            with without_side_effects(trainer, module):
-                module.training_step(batch, 0)
             assert steps == []
 
     steps: list[int] = []
-    quiet_trainer(callbacks=[Trying()], max_steps=1, limit_val_batches=0).fit(Raw())
-    assert steps
+    quiet_trainer(callbacks=[Trying()], limit_train_batches=1).fit(StepsBoth())
+    assert len(steps) == 4
 
 
 class Alternating(SmallNet):

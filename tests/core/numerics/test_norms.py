@@ -116,13 +116,6 @@ def test_scale_multiplies_gradients_in_place(name: str, kind: str) -> None:
         torch.testing.assert_close(parameter.grad.to_dense(), before.to_dense() * 0.25)
 
 
-def test_coefficient_one_is_exact() -> None:
-    before = [random(d, 50) for d in (FP32, BF16, FP64, FP16)]
-    parameters = parameters_with(*[g.clone() for g in before])
-    collect_gradients(parameters).scale_(torch.ones((), dtype=FP64))
-    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CS")
 def test_tensors_of_any_layout_and_dtype_are_checked_for_nan() -> None:
     dtypes = (FP16, BF16, FP32, FP64, C64, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_opt.core.numerics.statistics import DeviceBands, LogBand, Window
 
 search = settings(max_examples=50)
-both_kinds = pytest.mark.parametrize("kind", ["float", "tensor"])
 values = st.lists(
     st.floats(-1e6, 1e6, allow_subnormal=False)
     | st.floats(1e-3, 1e6)
@@ -40,7 +39,7 @@ def valid(numbers: list[float]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["float", "tensor", "moved"])
-@pytest.mark.parametrize("size", [2, 7, 64, None])
+@pytest.mark.parametrize("size", [2, 64, None])
 @search
 @given(numbers=values, q=st.floats(0.0, 1.0))
 def test_window_statistics_equal_numpy(
@@ -61,7 +60,7 @@ def test_window_statistics_equal_numpy(
     assert close(quantile, np.quantile(held, q), scale)
 
 
-@both_kinds
+@pytest.mark.parametrize("kind", ["float", "tensor"])
 @pytest.mark.parametrize("q", [0.0, 0.05, 0.5, 0.999, 1.0])
 def test_quantile_of_a_long_history_is_exact(kind: str, q: float) -> None:
     """In float32 the position of a quantile would be off by whole values."""
