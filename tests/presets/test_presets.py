@@ -165,7 +165,6 @@ def test_parts_that_the_trainer_replaces_are_left_out():
     assert "gradient_clip_val" in reason(quick("ultra"), "AdaptiveClipping", gradient_clip_val=0.5)
 
 
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
 def test_unsupported_part_is_left_out_at_the_start_with_a_warning():
     """The preset was chosen without the model and without the Trainer's last arguments."""
     exported = instantiate(quick("ultra").to_dict(accelerator="cpu", precision="32-true"))
@@ -191,7 +190,6 @@ class Unsupported(RunCallback):
         trainer.accumulate_grad_batches = 1
 
 
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
 def test_part_that_raises_when_training_starts_is_left_out():
     trainer = quiet_trainer(callbacks=[as_optional(Unsupported)()])
     with pytest.warns(UserWarning, match="leaves out Unsupported: not here"):

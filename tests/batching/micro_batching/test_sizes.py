@@ -160,42 +160,11 @@ def test_planned_size_follows_the_measured_memory_per_sample(peak, elements, siz
     assert MeasuredPeak("float32[n]", 10, 4, peak, baseline=0.1).largest_size(elements) == size
 
 
-def shrink(sizes: LearnedSizes, shape: str, elements: int, failed: int) -> int:
-    sizes.record_failure(0, shape, elements, samples=64, failed=failed)
-    return sizes.shapes[shape]["size"]
-
-
 def test_planned_sizes_begin_with_those_of_a_checkpoint():
     sizes = LearnedSizes(5)
-    shrink(sizes, "float32[n]", 10, 64)
+    sizes.record_failure(0, "float32[n]", 10, samples=64, failed=64)
     resumed = LearnedSizes(5)
     resumed.load_state_dict(sizes.state_dict())
     planned = PlannedSizes(resumed, torch.device("cpu"), remeasure_every=50, first_step=0)
     assert planned.size_for("float32[n]", 10) == 32
     assert planned.size_for("int64[n]", 10) == 1
-
-
-def grown(sizes: LearnedSizes, batches: int) -> list[int]:
-    found = []
-    for number in range(1, batches + 1):
-        events = len(sizes.events)
-        sizes.record_success(0)
-        found += [number] if len(sizes.events) > events else []
-    return found
-
-
-def test_failed_growth_doubles_the_interval():
-    sizes = LearnedSizes(5)
-    shrink(sizes, "a", 10, 64)
-    shrink(sizes, "a", 10, 32)
-    assert grown(sizes, 5) == [5]
-    assert sizes.size_for("a", 10) == 32
-    assert shrink(sizes, "a", 10, 32) == 16
-    assert grown(sizes, 10) == [10]
-    assert shrink(sizes, "a", 10, 32) == 16  # now it waits for 20 batches
-    resumed = LearnedSizes(5)
-    resumed.load_state_dict(sizes.state_dict())
-    for again in (sizes, resumed):
-        assert grown(again, 45) == [20, 40]
-        assert again.shapes == {}  # no more splits
-        assert grown(again, 25) == []

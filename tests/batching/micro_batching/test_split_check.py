@@ -167,7 +167,6 @@ def test_parts_without_tokens_weigh_nothing(kind):
     assert_same_run(lambda: Labels(4, 3), micro, ["loss"])
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_impossible_check_warns_with_the_reason():
     class Random(Lengths):
         def training_step(self, batch, batch_idx):
@@ -179,7 +178,6 @@ def test_impossible_check_warns_with_the_reason():
         quiet_trainer(callbacks=[lo.MicroBatching(4)]).fit(Random("samples"))
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("callback", [lo.MicroBatching(4), lo.Accumulation(2)])
 def test_buffer_that_each_step_assigns_is_named(callback):
     class Queue(Lengths):
