@@ -236,7 +236,7 @@ def test_clipping_works_with_dense_compression():
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def test_bf16_needs_hardware_support_of_the_cpu(monkeypatch, tmp_path):
+def test_bf16_needs_hardware_support_of_the_cpu(monkeypatch):
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
     preset = lo.preset("advanced")
     assert preset.trainer_kwargs(accelerator="cpu")["precision"] == "bf16-mixed"

@@ -10,7 +10,7 @@ from torch import nn
 
 import lightning_opt as lo
 from benchmarks.tuner import numerics
-from benchmarks.tuner.numerics import FAULTS, NETS, Planted, observe, usual, why_not
+from benchmarks.tuner.numerics import NETS, Planted, observe, usual, why_not
 from lightning_opt.tuner import probe
 from lightning_opt.tuner.numerics import compare_gradients
 from tests.helpers.models import SmallNet
@@ -21,11 +21,9 @@ TASKS = [TASK, ("transformer", "AdamW", True)]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
-def test_planted_faults_are_rejected(task: Any) -> None:
-    """By the gradients, whatever the learning rate."""
-    for fault in FAULTS:
-        why = why_not(task, callbacks=[Planted(fault, NETS[task[0]][1])])
-        assert "gradient" in why, fault
+def test_planted_fault_is_rejected_by_its_gradient(task: Any) -> None:
+    fault = Planted("one layer random", NETS[task[0]][1])
+    assert "gradient" in why_not(task, callbacks=[fault])
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)

@@ -160,13 +160,6 @@ def test_best_configurations_are_measured_again_once() -> None:
     assert next_one("b", **decided | {"a": (0.75, 1.1)}) == ("a",)
 
 
-def test_switches_without_gain_are_tried_with_the_best() -> None:
-    """Faster computation gains nothing while a step waits for data."""
-    pairs: Any = {("bf16", "data"): 0.6}
-    machine = Machine({"bf16": 1.0, "data": 0.5, "fused": 1.0}, pairs)
-    assert machine.search().run() == ("bf16", "data")
-
-
 LATE: Sequence[tuple[dict[str, float], dict[str, Any], str]] = (
     ({"compile": 0.8, "fused": 0.9, "threads": 1.2}, {}, "compile fused"),
     ({"compile": 0.8, "fused": math.inf}, {}, "compile"),

@@ -94,7 +94,6 @@ def test_mapping_of_candidates_changes_the_choice() -> None:
     [
         (["warp drive"], "'warp drive', not a built-in switch. The built-in switches are fused,"),
         ({"warp drive": None}, "not a built-in switch"),
-        (["compile-regions"], "not a built-in switch; did you mean 'compile_regions'"),
         ({"own": {}}, "candidates\\['own'\\] must be Trainer arguments such as {'precision'"),
         ({"own": 3}, "must be Trainer arguments"),
         ("compile", "must be a list or a mapping, got the string 'compile'"),

@@ -29,7 +29,7 @@ from tests.helpers.models import (
     weights_of,
 )
 from tests.helpers.processes import launch
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, loss_scaling, quiet_trainer
 
 
 class Run(MemoryLogger):
@@ -174,7 +174,7 @@ def test_written_parameters_are_restored(compiled: bool) -> None:
     assert changed == [True] * 3
 
 
-def test_neither_lightnings_nor_torchs_optimizers_step_in_trials() -> None:
+def test_no_optimizer_and_no_loss_scaler_steps_in_trials() -> None:
     class StepsBoth(AdversarialNet):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)
@@ -187,10 +187,13 @@ def test_neither_lightnings_nor_torchs_optimizers_step_in_trials() -> None:
                 optimizer.register_step_post_hook(lambda *_: steps.append(index))
             TrialStep(trainer, module, batch, index).run()
             assert steps == []
+            assert scaling.scaler.get_scale() == 1024.0  # type: ignore[union-attr]
 
     steps: list[int] = []
-    quiet_trainer(callbacks=[Trying()], limit_train_batches=1).fit(StepsBoth())
-    assert len(steps) == 4
+    scaling = loss_scaling(1024.0, growth_interval=1)
+    trainer = quiet_trainer(callbacks=[Trying()], plugins=[scaling], limit_train_batches=1)
+    trainer.fit(StepsBoth())
+    assert steps
 
 
 class Alternating(SmallNet):
