@@ -337,7 +337,7 @@ def count_launches(call: Callable[[], object]) -> int:
 
 
 class Transformer(nn.Module):
-    """A transformer of eight blocks and a head, with 98 parameters."""
+    """The 98 parameters of a transformer with eight blocks and a head; it is never called."""
 
     def __init__(self, width: int = 64, blocks: int = 8) -> None:
         super().__init__()
@@ -345,12 +345,6 @@ class Transformer(nn.Module):
             nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(blocks)
         )
         self.head = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        result: Tensor = self.head(x)
-        return result
 
 
 def on_fake_cuda(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
