@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import Groups, flat_parameter_groups
 from lightning_opt.core.numerics.norms import (
     GradientNorms,
@@ -23,7 +25,7 @@ from lightning_opt.core.numerics.norms import (
 )
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.trainer.lightning import DeepSpeedStrategy
-from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback, has_step_hooks, raise_if_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -94,6 +96,8 @@ class GradientCallback(RunCallback):
         self._next_reuses = False
         # By optimizer. The next callback removes the entry it uses, so that gradients can be freed.
         self._measurements: dict[int, GradientStep] = {}
+        self._hooks = Patches()
+        self._was_called = self._has_warned = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise under DeepSpeed, which does not expose the gradients."""
@@ -120,6 +124,21 @@ class GradientCallback(RunCallback):
             # A user's override may change the gradients after they were measured.
             hook = type(last).on_before_optimizer_step
             self._measured_by = last if hook.__module__.startswith("lightning_opt.") else None
+        for optimizer in [] if self._earlier else filter(has_step_hooks, trainer.optimizers):
+            self._hooks.callback(optimizer.register_step_post_hook(self._warn_if_unseen).remove)
+
+    def _warn_if_unseen(self, optimizer: Optimizer, *_: Any) -> None:
+        """Warn once if the optimizer has stepped without ``on_before_optimizer_step``."""
+        if not (self._was_called or self._has_warned):
+            rank_zero_warn(
+                f"{type(self).__name__} and all callbacks that read gradients in "
+                f"on_before_optimizer_step have no effect on a step of {type(optimizer).__name__}: "
+                "Lightning calls this hook only in `step` of its own wrapper. Call `step` of "
+                "self.optimizers() or of the argument of optimizer_step, not of the optimizer "
+                "inside (use_pl_optimizer=False, optimizer.optimizer)."
+            )
+            self._has_warned = True
+        self._was_called = False
 
     def _find_parameters(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._held = dict(enumerate(map(parameters_of, trainer.optimizers)))
@@ -136,12 +155,14 @@ class GradientCallback(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Drop references to the model."""
+        self._hooks.close()
         self.names, self._held, self._flat = {}, {}, {}
         self._earlier, self._measured_by, self._next_reuses = [], None, False
         self.barriers, self._measurements = {}, {}
 
     def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, Gradients, Scalar]:
         """Return the optimizer's index, its gradients, and the loss scale they contain."""
+        self._was_called = True
         index = trainer.optimizers.index(optimizer)
         if any(other._skips_on_host(index) for other in self._earlier):
             return index, Gradients([], []), 1.0
@@ -157,6 +178,7 @@ class GradientCallback(RunCallback):
         If the callback directly before this one is a gradient callback, its measurement is reused.
         Any other callback may have changed the gradients, so they are measured again.
         """
+        self._was_called = True
         index = trainer.optimizers.index(optimizer)
         step = self._measured_by._pop_measurement(index) if self._measured_by else None
         if step is None:

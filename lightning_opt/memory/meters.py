@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
@@ -118,6 +117,9 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
 
     The prediction steps a copy of the optimizer on meta tensors of the parameters' shapes.
     """
+    wrapped = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if wrapped:  # such as Lookahead
+        return sum(map(optimizer_state_bytes, wrapped))
     present = state_tensors([optimizer])
     if present:
         return storage_bytes(present)
@@ -131,9 +133,13 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
 def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
     sample = nn.Parameter(torch.empty_like(parameter, device="meta"))
     sample.grad = torch.empty_like(sample)
-    trial = copy.copy(optimizer)
-    trial.param_groups = [{**group, "params": [sample]}]
-    trial.state = defaultdict(dict)
+    # Not `copy.copy`, which shares attributes that a step may change.
+    trial: Any = object.__new__(type(optimizer))
+    trial.__dict__ |= {
+        "defaults": optimizer.defaults,
+        "param_groups": [{**group, "params": [sample]}],
+        "state": defaultdict(dict),
+    }
     # Many optimizers read a value after creating their state, which fails on the meta device.
     with torch.no_grad(), suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         inspect.unwrap(type(trial).step)(trial)  # without hooks and schedulers' wrappers

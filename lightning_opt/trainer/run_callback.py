@@ -83,6 +83,11 @@ class RunCallback(BaseCallback):
         return self.__dict__ | dict.fromkeys(("_model", "log", "log_dict", *self.not_pickled))
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Return whether torch's hooks work: the class calls ``Optimizer.__init__``."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
 def raise_if_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:
     """Raise ValueError for LBFGS, which evaluates the loss several times per step."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):

@@ -48,6 +48,20 @@ def test_names_omit_wrappers():
     assert plain_name("_orig_mod") == ""
 
 
+class StepsTheRawOptimizer(SmallNet):
+    def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:
+        closure()
+        optimizer.optimizer.step()
+
+
+def test_first_callback_warns_once_if_lightning_does_not_call_it() -> None:
+    model, callbacks = StepsTheRawOptimizer(), (lo.NonFiniteGuard(), lo.AdaptiveClipping())
+    with pytest.warns(UserWarning, match="NonFiniteGuard and all callbacks that") as records:
+        fit(model, *callbacks)
+    assert len([one for one in records if "callbacks that read" in str(one.message)]) == 1
+    assert not model.trainer.optimizers[0]._optimizer_step_post_hooks
+
+
 def test_parameter_outside_the_model_has_a_name():
     class Foreign(SmallNet):
         def configure_optimizers(self) -> Any:

@@ -31,7 +31,7 @@ from lightning_opt.trainer.lightning import (
     DeepSpeedStrategy,
     GradientAccumulationScheduler,
 )
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.trainer.run_callback import RunCallback, has_step_hooks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -297,6 +297,12 @@ def _scale_rates(optimizers: Iterable[Optimizer], scale: float, stack: ExitStack
 
     stack.callback(restore)
     for optimizer in optimizers:
+        if not has_step_hooks(optimizer):
+            raise ValueError(
+                f"DynamicBatchSize(scale_lr=...) needs optimizers with step hooks, but "
+                f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__. Call it "
+                "there, or scale the learning rate yourself."
+            )
         stack.callback(optimizer.register_step_pre_hook(multiply).remove)
         stack.callback(optimizer.register_step_post_hook(restore).remove)
 

@@ -250,7 +250,7 @@ class UpdateControl:
         for parameter in parameters_of(self.optimizer):
             self._changes.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        own = self.optimizer._optimizer_step_post_hooks
+        own = getattr(self.optimizer, "_optimizer_step_post_hooks", {})
         for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
             hook(self.optimizer, (), kwargs)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resident_memory
@@ -27,7 +26,7 @@ from lightning_opt.memory.profiler.profile import (
     SavedTensorCounter,
     timing_collections,
 )
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.trainer.run_callback import RunCallback, has_step_hooks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -172,7 +171,7 @@ class MemoryProfiler(RunCallback):
             self._saved = SavedTensorCounter(pl_module)
             self._step_stack.enter_context(self._saved.counting())
         for optimizer in trainer.optimizers:
-            if isinstance(optimizer, Optimizer):
+            if has_step_hooks(optimizer):
                 # With manual optimization, another forward pass may follow the step.
                 hook = optimizer.register_step_post_hook(lambda *_: self._enter("forward", None))
                 self._step_stack.callback(hook.remove)

@@ -39,15 +39,10 @@ class Counting(Evaluating):
             parameter.sub_(gradient, alpha=group["lr"] / self.total_steps)
 
 
-class Lookahead(Optimizer):
+class LookaheadStep:
     """Zhang et al. (2019): every three steps weights move back towards slow ones."""
 
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        self.optimizer, self.counter = SGD(params, lr=lr, momentum=0.9), 0
-        super().__init__(self.optimizer.param_groups, {})
-        self.param_groups = self.optimizer.param_groups
-
-    def step(self, closure: Any = None) -> Any:
+    def step(self: Any, closure: Any = None) -> Any:
         loss = self.optimizer.step(closure)
         self.counter += 1
         if self.counter % 3 == 0:
@@ -56,6 +51,22 @@ class Lookahead(Optimizer):
                     slow = self.state[parameter].setdefault("slow", parameter.clone())
                     parameter.copy_(slow.lerp_(parameter, 0.5))
         return loss
+
+
+class Lookahead(LookaheadStep, Optimizer):
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        self.optimizer, self.counter = SGD(params, lr=lr, momentum=0.9), 0
+        super().__init__(self.optimizer.param_groups, {})
+        self.param_groups = self.optimizer.param_groups
+
+
+class BareLookahead(LookaheadStep, Optimizer):
+    """Does not call ``Optimizer.__init__``, as some public versions."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        self.optimizer, self.counter = SGD(params, lr=lr, momentum=0.9), 0
+        self.param_groups, self.defaults = self.optimizer.param_groups, {}
+        self.state, self.zero_grad = self.optimizer.state, self.optimizer.zero_grad
 
 
 class SAM(Evaluating):

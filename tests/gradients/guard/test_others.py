@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_opt as lo
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, fit
-from tests.gradients.guard.optimizers import SAM, Counting, Lookahead
+from tests.gradients.guard.optimizers import SAM, BareLookahead, Counting, Lookahead
 from tests.helpers.models import AdversarialNet, assert_same_weights
 
 
@@ -22,6 +22,7 @@ from tests.helpers.models import AdversarialNet, assert_same_weights
         (Counting, False),
         (Counting, True),
         (Lookahead, False),
+        (BareLookahead, False),
         (SAM, False),
     ],
 )

@@ -30,6 +30,7 @@ from lightning_opt.memory.meters import (
     optimizer_state_bytes,
     persistent_bytes,
 )
+from tests.gradients.guard.optimizers import BareLookahead, Lookahead
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import Architecture
 from tests.memory.runs import warnings_of
@@ -276,6 +277,20 @@ def test_size_of_optimizer_state_is_predicted(make: Any, copies: int) -> None:
     optimizer.step()
     scheduler.step()
     assert abs(optimizer_state_bytes(optimizer) - predicted) <= 8
+
+
+@pytest.mark.parametrize("kind", [Lookahead, BareLookahead])
+def test_prediction_neither_steps_nor_patches_an_optimizer_of_others(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "__getstate__", lambda self: self.__dict__, raising=False)
+    weight = nn.Parameter(torch.ones(20, 30))
+    weight.grad = torch.ones_like(weight)
+    optimizer = kind([weight])
+    step = kind.step
+    assert optimizer_state_bytes(optimizer) == 20 * 30 * 4
+    assert torch.equal(weight, torch.ones(20, 30))
+    assert kind.step is step
 
 
 def test_size_of_ddp_buckets_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
