@@ -69,7 +69,7 @@ def _same_leaf(a: Any, b: Any) -> bool:
     try:
         equal = a == b
         return bool(equal.all() if hasattr(equal, "all") else equal)
-    except (TypeError, ValueError):  # a comparison of tables has no single result
+    except (TypeError, ValueError, RuntimeError):  # sparse tensors and tables cannot be compared
         return False
 
 

@@ -170,26 +170,26 @@ class GradientHealth(GradientCallback):
         self._activations.end_batch()
         due = [index for index, record in self._records.items() if record.pending is not None]
         if due:
-            activation_issues = self._activations.take(scaled=loss_scale(trainer) is not None)
+            found = self._activations.take(scaled=loss_scale(trainer) is not None)
             for index in due:
-                # One optimizer reports the finding in activations.
-                self._complete(trainer, index, activation_issues if index == due[0] else ())
+                if self._complete(trainer, index, found):
+                    found = ()  # one optimizer reports the finding in activations
                 prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
                 scalars = self._records[index].scalars()
                 log_scalars(trainer, {prefix + key: value for key, value in scalars.items()})
 
-    def _complete(
-        self, trainer: pl.Trainer, index: int, activation_issues: tuple[Issue, ...] = ()
-    ) -> None:
+    def _complete(self, trainer: pl.Trainer, index: int, extra: tuple[Issue, ...] = ()) -> bool:
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
         own = set(parameters_of(trainer.optimizers[index]))
         parameters = {name: p for p, name in self.names.items() if p in own}
-        record.complete(parameters, scaled=loss_scale(trainer) is not None, extra=activation_issues)
+        is_scaled = loss_scale(trainer) is not None
+        is_nonfinite = record.complete(parameters, scaled=is_scaled, extra=extra)
         for issue in record.issues:
             if (issue.type, issue.severity) not in known and trainer.is_global_zero:
                 level = logging.WARNING if issue.severity == CRITICAL else logging.INFO
                 log.log(level, "GradientHealth, step %d: %s %s", record.steps, issue, issue.advice)
+        return is_nonfinite
 
     def summary(self) -> HealthSummary:
         """Return the status at the last report (healthy, warning or critical) and a sentence."""

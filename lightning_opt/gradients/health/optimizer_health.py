@@ -83,7 +83,7 @@ class OptimizerHealth:
 
     def complete(
         self, parameters: Mapping[str, Tensor], *, scaled: bool, extra: tuple[Issue, ...]
-    ) -> None:
+    ) -> bool:
         """Read the measurements since the last report, and diagnose them.
 
         All ranks must call this if a report is pending.
@@ -91,7 +91,11 @@ class OptimizerHealth:
         Args:
             parameters: The optimizer's parameters by name.
             scaled: Whether there is a loss scaler.
-            extra: Findings in activations.
+            extra: Findings in activations. They count only if a gradient was not finite: a module
+                may mask with minus infinity, and a metric may be infinite.
+
+        Returns:
+            Whether a gradient was not finite.
         """
         totals = self._read(parameters)
         self._window, self._first = NormWindow(), self.steps + 1
@@ -104,11 +108,14 @@ class OptimizerHealth:
             early=medians[0] if medians else None,
             typical=statistics.median(medians) if medians else None,
         )
-        findings = [*diagnose(evidence, self._exploding, self._vanishing), *extra]
-        self._persistence.update(findings)
+        finite = evidence.finite()
+        is_nonfinite = len(finite) < len(totals)
+        findings = diagnose(evidence, self._exploding, self._vanishing)
+        self._persistence.update([*findings, *(extra if is_nonfinite else ())])
         self.issues = self._persistence.issues()
-        self._extend_timeline(evidence.finite())
+        self._extend_timeline(finite)
         self.reported_step = self.steps
+        return is_nonfinite
 
     def _read(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, float]]:
         """Read all measurements at once, set ``layers``, and return steps with total norms."""

@@ -68,6 +68,7 @@ def test_items_are_decoded_unchanged(item):
 def test_sparse_items_are_cached():
     items = [torch.eye(3).to_sparse(), torch.ones(2)]
     assert torch.equal(cached_dataset(items)[0].to_dense(), torch.eye(3))
+    assert not same(items[0], (2 * torch.eye(3)).to_sparse())
 
 
 def test_view_is_stored_without_its_storage():

@@ -104,6 +104,10 @@ TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
     "transformer": lambda: (Task(Transformer(), tokens), {}),
     "convnet": lambda: (Task(convnet(), images, torch.optim.SGD, lr=0.1, momentum=0.9), {}),
     "gan": lambda: (AdversarialNet(), {}),
+    "a mask": lambda: (
+        Classifier(nn.Sequential(mlp(2), nn.ConstantPad1d((0, 1), float("-inf")))),
+        {},
+    ),
     "frozen layers": lambda: (Classifier(with_frozen_layers()), {}),
     "fp16 with a loss scaler": lambda: (
         Classifier(mlp(2, width=32)),
