@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -232,20 +232,21 @@ class Persistence:
     """Tracks findings over reports. A finding becomes an issue after enough reports in a row."""
 
     def __init__(self) -> None:
-        self._tracks: dict[str, dict[str, Any]] = {}
+        self.tracks: dict[str, dict[str, Any]] = {}
+        """How often each finding was seen in a row, and its issue. Never changed in place."""
 
     def update(self, findings: Sequence[Issue]) -> None:
-        before, self._tracks = self._tracks, {}
+        before, self.tracks = self.tracks, {}
         for finding in findings:
             key, issue = self._key(finding), asdict(finding)
             track = before.get(key, {"seen": 0, "issue": issue})
             if key == "nonfinite":
                 # NaN weights make every layer's gradient NaN, so only the first place is
                 # informative. A critical finding stays critical.
-                known = self._tracks.get(key, track)["issue"]["severity"]
+                known = self.tracks.get(key, track)["issue"]["severity"]
                 worst = CRITICAL if CRITICAL in (known, finding.severity) else WARNING
                 issue = {**track["issue"], "severity": worst}
-            self._tracks[key] = {"seen": track["seen"] + 1, "issue": issue}
+            self.tracks[key] = {"seen": track["seen"] + 1, "issue": issue}
 
     def _key(self, finding: Issue) -> str:
         if finding.type in ("nan", "inf"):
@@ -258,7 +259,7 @@ class Persistence:
         """Return one issue per type, at its worst place: critical ones first, then by type."""
         lasting = [
             Issue(**track["issue"])
-            for track in self._tracks.values()
+            for track in self.tracks.values()
             if track["seen"] >= REPORTS_NEEDED.get(track["issue"]["type"], 1)
         ]
         issues = []
@@ -269,9 +270,3 @@ class Persistence:
                 others = tuple(issue.place for issue in alike if issue is not worst)
                 issues.append(replace(worst, others=others))
         return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._tracks)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._tracks = dict(state_dict)

@@ -187,15 +187,18 @@ def stats_of_norms(
     return stats, totals.tolist()
 
 
-def add_gradients(
-    stats: Mapping[str, ParameterStats], names: Sequence[str], table: NDArray[Any]
+def add_measurements(
+    stats: Mapping[str, ParameterStats], names: Sequence[str], tables: Sequence[NDArray[Any]]
 ) -> None:
-    """Add the measurements of the reported step. ``table`` comes from ``measure_gradients``."""
-    for name, column in zip(names, table.T, strict=True):
+    """Add the measurements of the reported step.
+
+    ``tables`` holds the results of ``measure_gradients`` and ``UpdateProbe.compare``.
+    """
+    for name, column in zip(names, np.concatenate(tables).T.tolist(), strict=True):
         if name not in stats:
             continue
         found = stats[name]
-        largest, nonzero, numel, present = column.tolist()
+        largest, nonzero, numel, present, change, weight = column
         found.numel = int(numel)  # summed over shards
         if not present:
             # A sharded parameter without a gradient on any rank. Its recorded norms are zeros.
@@ -205,13 +208,5 @@ def add_gradients(
         found.zeros = 1.0 - nonzero / numel if numel else None
         if not found.mean and largest:
             found.mean = largest  # the squares underflowed in float32
-
-
-def add_updates(
-    stats: Mapping[str, ParameterStats], names: Sequence[str], squares: NDArray[Any]
-) -> None:
-    """Add update-to-weight ratios. ``squares`` comes from ``UpdateProbe.compare``."""
-    for name, change, weight in zip(names, *squares.tolist(), strict=False):
-        found = stats.get(name)
-        if found is not None and found.count and weight > 0 and math.isfinite(change + weight):
+        if found.count and weight > 0 and math.isfinite(change + weight):
             found.update, found.weight = math.sqrt(change / weight), math.sqrt(weight)

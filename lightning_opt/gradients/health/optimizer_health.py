@@ -20,8 +20,7 @@ from lightning_opt.gradients.health.diagnosis import (
 )
 from lightning_opt.gradients.health.layer_stats import (
     LayerStats,
-    add_gradients,
-    add_updates,
+    add_measurements,
     group_layers,
     stats_of_norms,
 )
@@ -126,8 +125,7 @@ class OptimizerHealth:
         on_host = zip((names for names, _ in blocks), read[len(extra) :], strict=True)
         stats, norms = stats_of_norms(parameters, list(on_host), self._first)
         if pending is not None:
-            add_gradients(stats, pending[0], read[0])
-            add_updates(stats, pending[0], read[1])
+            add_measurements(stats, pending[0], read[:2])
         for name, parameter in parameters.items():
             stats[name].set_status(parameter, is_measured=pending is not None)
         self.layers = group_layers(stats.values())
@@ -196,7 +194,7 @@ class OptimizerHealth:
             "streak": self._streak,
             "timeline": [dict(entry) for entry in self.timeline],
             "window": [[list(names), rows.tolist()] for names, rows in window],
-            "persistence": self._persistence.state_dict(),
+            "persistence": self._persistence.tracks,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -205,5 +203,5 @@ class OptimizerHealth:
         self._first, self._streak = state["first"], state["streak"]
         self.timeline = [dict(entry) for entry in state["timeline"]]
         self._window.restore(state["window"])
-        self._persistence.load_state_dict(state["persistence"])
+        self._persistence.tracks = state["persistence"]
         self.issues = self._persistence.issues()
