@@ -58,7 +58,8 @@ class _Encoder(pickle.Pickler):
     """Pickles tensors as raw bytes, because torch's own archive takes about 50 µs."""
 
     def reducer_override(self, value: Any) -> Any:
-        if not is_plain(value) or value.requires_grad:
+        is_plain = type(value) is Tensor and value.device.type == "cpu" and not value.is_quantized
+        if not is_plain or value.layout is not torch.strided or value.requires_grad:
             return NotImplemented
         return _tensor, (pickle.PickleBuffer(raw(value)), value.dtype, tuple(value.shape))
 
@@ -67,15 +68,6 @@ def raw(tensor: Tensor) -> memoryview:
     """Return the elements of a CPU tensor, in order, as bytes."""
     elements = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(elements.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def is_plain(value: Any) -> bool:
-    return (
-        type(value) is Tensor
-        and value.device.type == "cpu"
-        and value.layout is torch.strided
-        and not value.is_quantized
-    )
 
 
 def _tensor(buffer: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -80,10 +80,13 @@ def attributes_restored(dataset: Any) -> Iterator[None]:
     A file that is opened at the first fetch must not be open when workers are forked: they would
     share its position.
     """
-    with ExitStack() as stack:
-        for part in wrapped(dataset):
-            stack.callback(_restore, vars(part), dict(vars(part)))
+    before = [(vars(part), dict(vars(part))) for part in wrapped(dataset)]
+    try:
         yield
+    finally:
+        for attributes, saved in before:
+            attributes.clear()
+            attributes.update(saved)
 
 
 def wrapped(dataset: Any) -> list[Any]:
@@ -104,11 +107,6 @@ def wrapped(dataset: Any) -> list[Any]:
                 or (name == "dataset" and hasattr(inner, "__getitem__"))
             ]
     return found
-
-
-def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    attributes.clear()
-    attributes.update(before)
 
 
 def random_states() -> dict[str, Any]:

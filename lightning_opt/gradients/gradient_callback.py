@@ -160,17 +160,17 @@ class GradientCallback(RunCallback):
         self._earlier, self._measured_by, self._next_reuses = [], None, False
         self.barriers, self._measurements = {}, {}
 
-    def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, Gradients, Scalar]:
-        """Return the optimizer's index, its gradients, and the loss scale they contain."""
+    def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[Gradients, Scalar]:
+        """Return the optimizer's gradients, and the loss scale they contain."""
         self._was_called = True
         index = trainer.optimizers.index(optimizer)
         if any(other._skips_on_host(index) for other in self._earlier):
-            return index, Gradients([], []), 1.0
+            return Gradients([], []), 1.0
         parameters = parameters_of(optimizer)
         if not is_same(parameters, self._held.get(index, [])):  # some were added during training
             self._find_parameters(trainer, trainer.lightning_module)
         gradients = collect_gradients(parameters, self._flat)
-        return index, gradients, grad_scale(trainer, optimizer)
+        return gradients, grad_scale(trainer, optimizer)
 
     def measure(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, GradientStep]:
         """Return the optimizer's index and its gradients with their norms.
@@ -182,7 +182,7 @@ class GradientCallback(RunCallback):
         index = trainer.optimizers.index(optimizer)
         step = self._measured_by._pop_measurement(index) if self._measured_by else None
         if step is None:
-            index, gradients, scale = self.collect(trainer, optimizer)
+            gradients, scale = self.collect(trainer, optimizer)
             norms = measure_norms(gradients, grad_scale=scale)
             step = GradientStep(gradients, norms, scale, self.names)
         self.names = step.names

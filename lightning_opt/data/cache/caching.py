@@ -32,7 +32,6 @@ MEMORY_PREFIX = "lightning_opt_cache_"
 """Prefix of the names of folders in memory."""
 
 COUNTERS = ("hits", "misses", "evictions")
-HITS, MISSES, EVICTIONS = range(3)
 
 COUNTER_ROWS = 129
 """A row for the main process, and one for each of 128 workers; further workers share rows."""
@@ -82,29 +81,29 @@ class Caching:
             directory = parent / f"{readable}-{digest(name, key).hex()[:16]}"
             check_private(parent)
             check_private(directory)
-            self._store = Store(directory, max_bytes, policy)
+        elif key is not None or folder is not None:
+            raise ValueError('key= and folder= need storage="disk", got storage="memory".')
         else:
-            if key is not None or folder is not None:
-                raise ValueError('key= and folder= need storage="disk", got storage="memory".')
-            self._store = Store(memory_folder(max_bytes, self), max_bytes, policy)
+            directory = memory_folder(max_bytes, self)
+        self._store = Store(directory, max_bytes, policy)
         self._storage = storage
         # One row per process, so that no lock is needed. A DataLoader's workers, forked or spawned,
         # share this memory. Other pickled copies count separately.
         self._counts = torch.zeros(COUNTER_ROWS, len(COUNTERS), dtype=torch.int64).share_memory_()
 
-    def _count(self, counter: int, number: int) -> None:
+    def _count(self, counter: str, number: int) -> None:
         worker = get_worker_info()
         row = 0 if worker is None else 1 + worker.id % (COUNTER_ROWS - 1)
-        self._counts.numpy()[row, counter] += number
+        self._counts.numpy()[row, COUNTERS.index(counter)] += number
 
     def _look_up(self, name: str) -> Any:
         """Return the stored item, or ``MISSING``."""
         item = self._store.get(name, decode)
-        self._count(MISSES if item is MISSING else HITS, 1)
+        self._count("misses" if item is MISSING else "hits", 1)
         return item
 
     def _put(self, encoded: dict[str, bytes]) -> None:
-        self._count(EVICTIONS, self._store.put(encoded))
+        self._count("evictions", self._store.put(encoded))
 
     def statistics(self) -> dict[str, int]:
         """Return ``hits``, ``misses``, ``evictions``, ``bytes`` and ``items``.

@@ -162,7 +162,7 @@ class DataPipelineTuner(RunCallback):
         if self.chosen is None and not self._notes:
             try:
                 with isolated_random(device):
-                    self.chosen = self._tune(trainer, pl_module, loader)
+                    self._tune(trainer, pl_module, loader)
             except MeasuringError as error:
                 self._skip(str(error))
         if self.chosen is not None:
@@ -193,7 +193,7 @@ class DataPipelineTuner(RunCallback):
 
     def _tune(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: DataLoader[Any]
-    ) -> LoaderSettings | None:
+    ) -> None:
         start, current = time.perf_counter(), settings_of(loader)
         indices = endless_indices(loader)
         device, failure = trainer.strategy.root_device, "another rank could not measure it"
@@ -236,7 +236,7 @@ class DataPipelineTuner(RunCallback):
             persistent=current.persistent or can_persist(trainer, loader),
         )
         with without_side_effects(trainer, pl_module, written):
-            chosen = search.run(fetch_seconds, step_seconds)
+            self.chosen = search.run(fetch_seconds, step_seconds)
         self._tried = search.tried
         step_time = f"{1e3 * step_seconds:.3g} ms" if step_seconds else "an unknown time"
         self._notes = [
@@ -244,9 +244,7 @@ class DataPipelineTuner(RunCallback):
             f"takes {1e3 * fetch_seconds:.3g} ms to fetch without workers, a step {step_time}."
         ]
         if self.verbose and trainer.is_global_zero:
-            self.chosen = chosen
             self.report().print()
-        return chosen
 
     def _trial_step(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -65,15 +66,13 @@ class AdaptiveClipping(GradientCallback):
     def __init__(self, rule: str | ClippingRule = "robust", every_n_steps: int = 50) -> None:
         super().__init__()
         self.rule = resolve_rule(rule)
-        # Computed once, because Lightning reads the key at every hook.
-        self._state_key = self._generate_state_key(rule=repr(self.rule))
         self._schedule = Schedule(every_n_steps)
         self._tallies: dict[int, ClipTally] = {}
 
-    @property
+    @cached_property  # Lightning reads it at every hook
     def state_key(self) -> str:
         """The callback's key in checkpoints. It contains the rule: each has its own state."""
-        return self._state_key
+        return self._generate_state_key(rule=repr(self.rule))
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise if the Trainer clips too, or if the rule does not work with the strategy."""

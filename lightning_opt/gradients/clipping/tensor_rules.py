@@ -255,16 +255,15 @@ class UnitWise(ClippingRule):
         return Clip(over.mean(dtype=wide_dtype(device)), coefficient=coefficient.min())
 
     def _excluded(self, step: GradientStep) -> set[Tensor]:
-        if isinstance(self.exclude, list):
-            return {
-                parameter
-                for parameter in step.gradients.parameters
-                if any(fnmatchcase(step.names[parameter], pattern) for pattern in self.exclude)
-            }
-        if self.exclude is None:
-            return set()
         trained = set(step.gradients.parameters)
-        return next((layer for layer in reversed(self._linear_layers) if trained & layer), set())
+        if self.exclude == "final_linear":
+            layers = reversed(self._linear_layers)
+            return next((layer for layer in layers if trained & layer), set())
+        return {
+            parameter
+            for parameter in trained
+            if any(fnmatchcase(step.names[parameter], pattern) for pattern in self.exclude or ())
+        }
 
     def _unit(self, parameter: Tensor) -> tuple[tuple[int, ...], Groups]:
         """Return the dimensions that a unit spans, and the process groups that shard a unit."""

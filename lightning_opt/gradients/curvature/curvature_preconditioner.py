@@ -60,7 +60,9 @@ class DiagonalPreconditioner:
         estimates = [part.float() for part in diagonal.values()]
         finite = torch.stack([torch.isfinite(part).all() for part in estimates]).all()
         for name, new in zip(diagonal, estimates, strict=True):
-            old, weight_sum = self._average_and_weight_sum(name, new)
+            # A loaded average is on the host.
+            old = self._average.get(name, torch.zeros_like(new)).to(new.device)
+            weight_sum = self._weight_sum.get(name, new.new_zeros(())).to(new.device)
             # `where` is needed because NaN times a weight of zero is NaN.
             self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
             self._weight_sum[name] = weight_sum.lerp(
@@ -81,9 +83,10 @@ class DiagonalPreconditioner:
             if bound is not None:
                 # 0 times infinity makes the bound NaN. A finite bound would hide the infinity.
                 bound = bound * scale + 0.0 * torch.linalg.vector_norm(gradient, torch.inf)
-            if name not in self._factors:
-                self._factors[name] = self._factor(name, gradient)
-            gradient.mul_(self._factors[name])
+            if name in self._average:
+                if name not in self._factors:
+                    self._factors[name] = self._factor(name, gradient)
+                gradient.mul_(self._factors[name])
             if bound is not None:
                 gradient.clamp_(-bound, bound)
 
@@ -94,18 +97,12 @@ class DiagonalPreconditioner:
             for name, part in self._average.items()
         }
 
-    def _average_and_weight_sum(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
-        if name not in self._average:
-            self._average[name] = torch.zeros_like(like, dtype=torch.float32)
-            self._weight_sum[name] = torch.zeros((), device=like.device)
-        return self._average[name].to(like.device), self._weight_sum[name].to(like.device)
-
     def _factor(self, name: str, like: Tensor) -> Tensor:
-        average, weight_sum = self._average_and_weight_sum(name, like)
-        corrected = average / weight_sum.clamp_min(MIN_WEIGHT_SUM)
+        weight_sum = self._weight_sum[name]
+        corrected = self._average[name] / weight_sum.clamp_min(MIN_WEIGHT_SUM)
         divisor = corrected.abs_().pow_(self.power).add_(self.damping)
         factor = torch.where(weight_sum > 0, divisor.reciprocal_().clamp_max_(MAX_FACTOR), 1.0)
-        return factor.to(like.dtype)
+        return factor.to(like)
 
     def state_dict(self) -> dict[str, Any]:
         return {"average": dict(self._average), "mass": dict(self._weight_sum)}
@@ -223,7 +220,7 @@ class CurvaturePreconditioner(GradientCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Estimate the diagonal if it is due, then precondition the gradients."""
-        _, gradients, scale = self.collect(trainer, optimizer)
+        gradients, scale = self.collect(trainer, optimizer)
         if not gradients.tensors:
             return  # `training_step` returned no loss, or a guard skips the step
         if self._steps % self.every_n_steps == 0:

@@ -55,7 +55,6 @@ class BufferBackup:
                     found.setdefault(buffer, (module, name))
         self._places = list(found.values())
         live = self._live()
-        self._forms = list(map(_form, live))
         # Copies of one dtype and device share one tensor, so that one `where` updates them all.
         self._kinds = [(places, _join(live, places)) for places in by_kind(live).values()]
         self._saved = list(live)
@@ -70,14 +69,14 @@ class BufferBackup:
         if not self._places and not self._has_lazy:
             return
         live = self._live()
-        is_changed = list(map(_form, live)) != self._forms
-        if self._has_lazy or (is_changed and not restore):
+        pairs = enumerate(zip(live, self._saved, strict=True))
+        changed = [place for place, (now, saved) in pairs if _form(now) != _form(saved)]
+        if self._has_lazy or (changed and not restore):
             self._save()  # the model's buffers have changed
             return
-        for place, saved in enumerate(self._saved if is_changed else []):
-            if _form(live[place]) != _form(saved):
-                live[place] = saved.clone()
-                setattr(*self._places[place], live[place])
+        for place in changed:
+            live[place] = self._saved[place].clone()
+            setattr(*self._places[place], live[place])
         if isinstance(restore, Tensor):
             restore = restore.bool()
             for places, whole in self._kinds:
