@@ -4,39 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-
-
-class Evaluating(Optimizer):
-    """Evaluates the loss, then calls ``update``."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch.no_grad():
-            self.update()
-        return loss
-
-    def update(self) -> None:
-        raise NotImplementedError
-
-    def trained(self) -> list[tuple[dict[str, Any], nn.Parameter, Tensor]]:
-        return [
-            (g, p, p.grad) for g in self.param_groups for p in g["params"] if p.grad is not None
-        ]
-
-
-class Counting(Evaluating):
-    """Counts its steps in the object, as StableSPAM does (Huang et al. 2025)."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-        self.total_steps = 0
-
-    def update(self) -> None:
-        self.total_steps += 1
-        for group, parameter, gradient in self.trained():
-            parameter.sub_(gradient, alpha=group["lr"] / self.total_steps)
 
 
 class LookaheadStep:
@@ -69,7 +37,7 @@ class BareLookahead(LookaheadStep, Optimizer):
         self.state, self.zero_grad = self.optimizer.state, self.optimizer.zero_grad
 
 
-class SAM(Evaluating):
+class SAM(Optimizer):
     """Foret et al. (2021): a second evaluation at weights that are moved along the gradient."""
 
     def __init__(self, params: Any, lr: float = 0.02, rho: float = 0.05) -> None:
@@ -79,13 +47,14 @@ class SAM(Evaluating):
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         evaluate = torch.enable_grad()(closure)
         loss = evaluate()
+        (group,) = self.param_groups
         with torch.no_grad():
-            norm = torch.stack([gradient.norm() for *_, gradient in self.trained()]).norm()
-            before = [(parameter, parameter.clone()) for _, parameter, _ in self.trained()]
-            for group, parameter, gradient in self.trained():
-                parameter.add_(gradient, alpha=group["rho"] / float(norm))
+            norm = torch.cat([p.grad.flatten() for p in group["params"]]).norm()
+            before = [parameter.clone() for parameter in group["params"]]
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=group["rho"] / float(norm))
             evaluate()
-            for parameter, value in before:
+            for parameter, value in zip(group["params"], before, strict=True):
                 parameter.copy_(value)
             self.base.step()
         return loss
