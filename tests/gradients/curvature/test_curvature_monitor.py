@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 import lightning_opt as lo
 from lightning_opt.gradients.curvature.curvature_monitor import edge_of
 from lightning_opt.gradients.curvature.differentiable_loss import check_run
-from tests.gradients.curvature.test_curvature_preconditioner import hessian_of
+from tests.gradients.curvature.test_hessian import hessian_of
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer

@@ -15,7 +15,7 @@ import lightning_opt as lo
 from lightning_opt.gradients.curvature import curvature_preconditioner
 from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
 from lightning_opt.gradients.curvature.hessian import random_signs
-from tests.gradients.curvature.test_hessian import flat
+from tests.gradients.curvature.test_hessian import flat, hessian_of
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -31,18 +31,6 @@ def fit(model: SmallNet, *callbacks: Any, batches: int = 12, **settings: Any) ->
 def preconditioner(**settings: Any) -> lo.CurvaturePreconditioner:
     defaults = {"every_n_steps": EVERY, "beta": BETA, "power": POWER, "damping": DAMPING}
     return lo.CurvaturePreconditioner(**{**defaults, "clip": CLIP, "fraction": 1.0, **settings})
-
-
-def hessian_of(net: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
-    """Return the full Hessian of the mean squared error of ``Linear, Tanh, Linear``."""
-    shapes = [p.shape for p in net.parameters()]
-
-    def loss(flat: Tensor) -> Tensor:
-        parts = flat.split([shape.numel() for shape in shapes])
-        w1, b1, w2, b2 = (p.view(s) for p, s in zip(parts, shapes, strict=True))
-        return mse_loss(torch.tanh(x @ w1.T + b1) @ w2.T + b2, y)
-
-    return torch.autograd.functional.hessian(loss, flat(net.parameters()).detach())
 
 
 def manual_loop(world: int = 1, fraction: float = 1.0, accumulate: int = 1) -> SmallNet:

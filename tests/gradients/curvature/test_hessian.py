@@ -1,13 +1,14 @@
 """Second derivatives compared with autograd's Hessian in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 
 import lightning_opt as lo
 
@@ -26,16 +27,6 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2)).mean(1)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4, batch_first=True)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.lstm(x)[0][:, -1])
-
-
 NETWORKS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (5, 4)),
     "convnet": (
@@ -44,44 +35,44 @@ NETWORKS = {
         ),
         (5, 1, 5, 5),
     ),
-    "lstm": (Recurrent, (5, 6, 3)),
     "attention": (Attention, (5, 4, 4)),
 }
 
 
+def flat(parts) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+def hessian_of(net: nn.Module, x: Tensor, y: Tensor, loss: Any = mse_loss) -> Tensor:
+    """Return the full Hessian of ``loss``, by torch's reference implementation."""
+    names, params = zip(*net.named_parameters(), strict=True)
+
+    def of_flat(values: Tensor) -> Tensor:
+        parts = values.split([p.numel() for p in params])
+        shaped = [part.view_as(p) for part, p in zip(parts, params, strict=True)]
+        named = dict(zip(names, shaped, strict=True))
+        return loss(functional_call(net, named, (x,)), y)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.autograd.functional.hessian(of_flat, flat(params).detach())
+
+
 class Case:
-    """A small network with its loss as a function of its parameters."""
+    """A small network in float64, with a batch."""
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, name: str) -> None:
         make, shape = NETWORKS[name]
-        self.net = make().to(dtype)
-        self.names = [name for name, _ in self.net.named_parameters()]
+        self.net = make().double()
         self.params = list(self.net.parameters())
-        self.x = torch.randn(shape, dtype=dtype)
+        self.x = torch.randn(shape, dtype=torch.float64)
         self.y = torch.arange(len(self.x)) % 2
-
-    def loss(self, params: list[Tensor]) -> Tensor:
-        values = dict(zip(self.names, params, strict=True))
-        return cross_entropy(functional_call(self.net, values, (self.x,)), self.y)
 
     def graph(self) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return self.loss(self.params)
+            return cross_entropy(self.net(self.x), self.y)
 
     def hessian(self) -> Tensor:
-        """Return the full matrix, by torch's reference implementation."""
-        shapes = [p.shape for p in self.params]
-
-        def of_flat(flat: Tensor) -> Tensor:
-            parts = flat.split([shape.numel() for shape in shapes])
-            return self.loss([p.view(s) for p, s in zip(parts, shapes, strict=True)])
-
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.autograd.functional.hessian(of_flat, flat(self.params).detach())
-
-
-def flat(parts) -> Tensor:
-    return torch.cat([part.flatten() for part in parts])
+        return hessian_of(self.net, self.x, self.y, cross_entropy)
 
 
 each_network = pytest.mark.parametrize("name", NETWORKS)
