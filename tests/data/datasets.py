@@ -91,9 +91,3 @@ class Counted(Eager):
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
-
-
-class Unpicklable(Numbers):
-    def __init__(self, length: int = 24) -> None:
-        super().__init__(length)
-        self.lock = __import__("threading").Lock()

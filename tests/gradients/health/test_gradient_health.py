@@ -15,7 +15,7 @@ from lightning_opt.gradients.health import optimizer_health
 from tests.gradients.health.test_faults import Classifier, mlp
 from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.syncs import SyncCounter, take_device_path
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, fit, quiet_trainer
 
 FINE = pytest.approx
 
@@ -37,16 +37,9 @@ class Reference(Callback):
         self.after.append({n: p.detach().double() for n, p in pl_module.named_parameters()})
 
 
-def fit(health: lo.GradientHealth, *others: Callback, model: Any = None, **settings: Any) -> Any:
-    model = SmallNet() if model is None else model
-    trainer = quiet_trainer(callbacks=[health, *others], limit_val_batches=0, **settings)
-    trainer.fit(model)
-    return trainer
-
-
 def test_measurements_match_float64(path):
     health, reference = lo.GradientHealth(every_n_steps=6), Reference()
-    fit(health, reference)  # 12 steps: the window of the last report is steps 7 to 12
+    fit(SmallNet(), health, reference)  # 12 steps: the window of the last report is steps 7 to 12
     vitals = {p.name: p for layer in health.layers for p in layer.parameters}
     assert vitals.keys() == reference.gradients[0].keys()
     for name, found in vitals.items():
@@ -64,7 +57,7 @@ def test_update_ratio_of_a_large_tensor_is_sampled():
     """The sample must cover all columns: 150,000 weights in 6 columns, about every 18th."""
     model = SmallNet("Adam", widths=(25_000,), lr=1e-3)
     health, reference = lo.GradientHealth(every_n_steps=12), Reference()
-    fit(health, reference, model=model)
+    fit(model, health, reference)
     found = next(p for p in health.layers[0].parameters if p.name == "layer.0.weight")
     before, after = reference.before[-1][found.name], reference.after[-1][found.name]
     assert found.numel == 150_000
@@ -74,7 +67,7 @@ def test_update_ratio_of_a_large_tensor_is_sampled():
 def test_reports_log_all_keys_at_the_trainers_step():
     logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=5)
     reference = Reference()
-    trainer = fit(health, reference, logger=logger)
+    trainer = fit(SmallNet(), health, reference, logger=logger)
     records = [(s, m) for s, m in logger.records if any(k.startswith("health/") for k in m)]
     assert [step for step, _ in records] == [4, 9]
     totals = [
@@ -95,7 +88,7 @@ def test_reports_log_all_keys_at_the_trainers_step():
 
 def test_each_optimizer_has_its_own_history():
     logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=4)
-    fit(health, model=AdversarialNet(generator_every=2), logger=logger)
+    fit(AdversarialNet(generator_every=2), health, logger=logger)
     steps = {index: state["steps"] for index, state in health.state_dict().items()}
     assert steps == {"0": 6, "1": 12}
     logged = {key for _, metrics in logger.records for key in metrics}
@@ -112,7 +105,7 @@ def test_several_steps_in_one_batch_all_count():
             super().training_step(batch, batch_idx)
 
     health = lo.GradientHealth(every_n_steps=1)
-    fit(health, model=Twice())
+    fit(Twice(), health)
     steps = {index: state["steps"] for index, state in health.state_dict().items()}
     assert steps == {"0": 24, "1": 24}
     assert sum(layer.parameters[0].count for layer in health.layers) == 8
@@ -121,7 +114,7 @@ def test_several_steps_in_one_batch_all_count():
 def test_nan_in_an_activation_is_one_issue_with_several_optimizers():
     model, health = AdversarialNet(), lo.GradientHealth(every_n_steps=2, activations=True)
     nn.init.constant_(model.discriminator[0].weight, math.nan)
-    fit(health, model=model, max_steps=4)
+    fit(model, health, max_steps=4)
     assert [issue.place for issue in health.issues].count("discriminator.0") == 1
 
 
@@ -134,7 +127,7 @@ def test_compiled_model_gets_no_hooks():
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             assert not any(m._forward_pre_hooks or m._forward_hooks for m in pl_module.modules())
 
-    fit(health, CheckHooks(), model=model, max_steps=4)
+    fit(model, health, CheckHooks(), max_steps=4)
     assert [layer.name for layer in health.layers] == ["net.0", "net.2", "net.4"]
 
 
@@ -157,7 +150,7 @@ def test_device_is_read_once_per_report(monkeypatch):
     with SyncCounter() as syncs:
         after = Window(syncs, False)
         health = lo.GradientHealth(every_n_steps=3)
-        fit(Window(syncs, True), health, after)  # type: ignore[arg-type]
+        fit(SmallNet(), Window(syncs, True), health, after)
     ours = [
         sum(n for place, n in count.items() if "lightning_opt" in place) for count in after.counts
     ]
@@ -177,7 +170,7 @@ def test_issue_and_history_survive_a_resume(tmp_path):
         return Classifier(net)
 
     first = lo.GradientHealth(every_n_steps=5)
-    trainer = fit(first, model=broken(), max_steps=12)
+    trainer = fit(broken(), first, max_steps=12)
     trainer.save_checkpoint(tmp_path / "stopped.ckpt")
     assert not first.issues
     json.dumps(first.state_dict())  # plain types, whatever the checkpoint's format
@@ -196,7 +189,7 @@ def test_issue_and_history_survive_a_resume(tmp_path):
 def test_long_timeline_is_thinned(monkeypatch):
     monkeypatch.setattr(optimizer_health, "TIMELINE", 8)
     health = lo.GradientHealth(every_n_steps=1)
-    fit(health, max_epochs=3)
+    fit(SmallNet(), health, max_epochs=3)
     timeline = health.state_dict()["0"]["timeline"]
     assert len(timeline) <= 8
     assert (timeline[0]["step"], timeline[-1]["step"]) == (1, 36)
@@ -210,7 +203,7 @@ def test_complex_weights_count_as_two_real_ones(path):
     model = SmallNet("SGD")
     model.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     health = lo.GradientHealth(every_n_steps=3)
-    fit(SetGradient(), health, model=model)
+    fit(model, SetGradient(), health)
     (found,) = (p for layer in health.layers for p in layer.parameters if p.name == "filter")
     assert found.mean == FINE(75**0.5)
     assert (found.numel, found.max, found.zeros) == (8, 4.0, 0.25)
