@@ -30,9 +30,9 @@ class BufferBackup:
     """A copy of the model's small buffers as they were before the step's first batch.
 
     A forward pass updates running statistics (BatchNorm, spectral norm) before the fault is
-    detected, and one NaN in them makes every later evaluation NaN. Buffers with more than
-    :data:`MAX_ELEMENTS` elements (attention masks, queues), boolean and sparse buffers are not
-    copied.
+    detected, and one NaN in them makes every later evaluation NaN. Boolean, sparse and
+    expanded buffers, and those with more than :data:`MAX_ELEMENTS` elements (attention masks,
+    queues), are not copied.
 
     Args:
         module: The model. Its buffers are copied at once.
@@ -51,7 +51,8 @@ class BufferBackup:
         for module in self._module.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 is_small = not is_lazy(buffer) and 0 < buffer.numel() <= MAX_ELEMENTS
-                if is_small and buffer.layout is torch.strided and buffer.dtype is not torch.bool:
+                is_plain = buffer.layout is torch.strided and buffer.dtype is not torch.bool
+                if is_small and is_plain and not is_expanded(buffer):
                     found.setdefault(buffer, (module, name))
         self._places = list(found.values())
         live = self._live()
@@ -93,6 +94,14 @@ class BufferBackup:
         return [local_part((torch.empty(0) if b is None else b).detach()) for b in found]
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements share memory, so that torch refuses to write to the tensor."""
+    if tensor.layout is not torch.strided:
+        return False
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in strides)
+
+
 def _join(tensors: list[Tensor], places: list[int]) -> Tensor:
     return torch.cat([tensors[place].reshape(-1) for place in places])
 
@@ -127,6 +136,8 @@ class Snapshot:
         self._held = {}  # free the old snapshot before the copy
         self._held = copy_to_host(live) | {"tensors": {}}
         for name, tensor in tensors.items():
+            if is_expanded(tensor):
+                continue
             try:
                 self._held["tensors"][name] = copy_to_host(tensor)
             except NotImplementedError:

@@ -190,12 +190,13 @@ class Quantized(Tensor):
         raise NotImplementedError(func)
 
 
-def test_quantized_weights_of_others_are_left_out() -> None:
-    """As the frozen weights of QLoRA."""
+def test_quantized_weights_and_expanded_buffers_are_skipped() -> None:
+    """As the frozen weights of QLoRA, and masks that torch does not write to."""
     guard = lo.NonFiniteGuard("rollback", rollback_after=1, lr_backoff=1.0)
     model = FaultyNet({5: "nan"})
     values = torch.ones(4, dtype=torch.int8)
     model.frozen = nn.Parameter(Quantized(values), requires_grad=False)
+    model.register_buffer("mask", torch.ones(4).expand(3, 4))
     model.configure_optimizers = lambda: torch.optim.SGD(model.head.parameters())
     fit(model, guard)
     assert [event["batch_idx"] for event in guard.events] == [5]
