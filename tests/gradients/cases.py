@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_opt.core.numerics.scalars import to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
@@ -44,18 +44,15 @@ every_rule = pytest.mark.parametrize("make", ALL_RULES.values(), ids=list(ALL_RU
 both_paths = pytest.mark.parametrize("path", ["host", "device"])
 
 
-def as_scalar(norm: float, path: str) -> float | Tensor:
-    """Return a norm as a rule gets it: 0 if it is not finite."""
-    norm = norm if norm < math.inf else 0.0
-    return torch.tensor(norm, dtype=torch.float64) if path == "device" else norm
-
-
 def thresholds_of(
     rule: NormRule, norms: Iterable[float], path: str = "host", state: dict[str, Any] | None = None
 ) -> list[float]:
     """Return the threshold of each step, read after the last of them."""
     state = rule.init() if state is None else state
-    limits = [rule.limit(as_scalar(norm, path), state) for norm in norms]
+    given: Any = list(norms)
+    if path == "device":
+        given = torch.tensor(given, dtype=torch.float64).unbind()
+    limits = [rule.limit(norm, state) for norm in given]
     return [float(limit) for limit in limits]
 
 

@@ -70,13 +70,8 @@ def test_thresholds_equal_the_reference(name: str, path: str) -> None:
 
 
 WARMUP = 25
-
-
-def norms_for_zclip() -> list[float]:
-    """Return norms of which the first after the warmup is a spike."""
-    norms = list(lognormal_norms(STEPS))
-    norms[WARMUP] *= 50
-    return norms
+ZCLIP_NORMS = lognormal_norms(STEPS)
+ZCLIP_NORMS[WARMUP] *= 50  # the first one after the warm-up is a spike
 
 
 @cache
@@ -85,7 +80,7 @@ def passed_by_zclip(max_norm: float | None) -> tuple[np.ndarray, float, float]:
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     peer = zclip.ZClip(alpha=0.97, z_thresh=2.5, warmup_steps=WARMUP, max_grad_norm=max_norm)
     passed = []
-    for norm in norms_for_zclip():
+    for norm in ZCLIP_NORMS:
         model.weight.grad = torch.full((1, 1), norm, dtype=torch.float64)
         peer.step(model)
         passed.append(model.weight.grad.item())
@@ -96,7 +91,7 @@ def passed_by_zclip(max_norm: float | None) -> tuple[np.ndarray, float, float]:
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_zclip_equals_the_package(max_norm: float | None, path: str) -> None:
     rule = ZClip(alpha=0.97, z=2.5, warmup=WARMUP, max_norm=max_norm)
-    norms, state = np.array(norms_for_zclip()), rule.init()
+    norms, state = np.array(ZCLIP_NORMS), rule.init()
     limits = np.array(thresholds_of(rule, norms.tolist(), path, state))
     passed, mean, var = passed_by_zclip(max_norm)
     ours = np.where(norms > limits, norms * limits / (norms + 1e-6), norms)

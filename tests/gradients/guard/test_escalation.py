@@ -73,12 +73,6 @@ class Rates(torch.optim.SGD):
         return result
 
 
-@pytest.fixture(autouse=True)
-def _hooks_of_both_classes() -> None:
-    """Create one SGD first: torch wraps ``step`` at the first instance of each class."""
-    torch.optim.SGD([torch.ones(1)])
-
-
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("scaler", [False, True])
 def test_scale_multiplies_the_schedule(
