@@ -58,8 +58,9 @@ class _Encoder(pickle.Pickler):
     """Pickles tensors as raw bytes, because torch's own archive takes about 50 µs."""
 
     def reducer_override(self, value: Any) -> Any:
-        is_plain = type(value) is Tensor and value.device.type == "cpu" and not value.is_quantized
-        if not is_plain or value.layout is not torch.strided or value.requires_grad:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
+            return NotImplemented
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             return NotImplemented
         return _tensor, (pickle.PickleBuffer(raw(value)), value.dtype, tuple(value.shape))
 

@@ -61,6 +61,8 @@ def same(a: Any, b: Any) -> bool:
 def _same_leaf(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
+    if isinstance(a, Tensor) and a.is_nested:
+        return same(a.unbind(), b.unbind())
     if isinstance(a, Tensor) and a.layout is torch.strided:
         a, b = a.cpu(), b.cpu()
         return a.shape == b.shape and a.dtype == b.dtype and bytes(raw(a)) == bytes(raw(b))

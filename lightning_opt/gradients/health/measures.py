@@ -202,11 +202,13 @@ class ActivationWatch:
     @torch.no_grad()
     def _measure(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_of(output) if self._active else ():
-            # A tensor of `torch.vmap` cannot be read after the call.
+            # Sparse tensors have no maximum. One of `torch.vmap` cannot be read after the call.
+            is_readable = tensor.layout in (torch.strided, torch.jagged)
             is_open = not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            if is_open and tensor.is_floating_point():
+            if is_readable and is_open and tensor.is_floating_point():
                 # Each rank checks its own part of a DTensor.
-                largest = largest_magnitude(local_part(tensor.detach()))
+                own = tensor.values() if tensor.is_nested else local_part(tensor.detach())
+                largest = largest_magnitude(own)
                 self._outputs.append((name, largest.to(wide_dtype(tensor.device))))
 
     def end_batch(self) -> None:

@@ -65,6 +65,14 @@ def test_items_are_decoded_unchanged(item):
     assert not isinstance(item, torch.Tensor) or item.requires_grad == back.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_items_are_cached(layout):
+    items = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)]
+    assert same(cached_dataset(items)[0], items[0])
+    assert not same(items[0], 2 * items[0])
+
+
 def test_sparse_items_are_cached():
     items = [torch.eye(3).to_sparse(), torch.ones(2)]
     assert torch.equal(cached_dataset(items)[0].to_dense(), torch.eye(3))

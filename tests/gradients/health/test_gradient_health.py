@@ -118,6 +118,18 @@ def test_nan_in_an_activation_is_one_issue_with_several_optimizers():
     assert [issue.place for issue in health.issues].count("discriminator.0") == 1
 
 
+def test_nested_activations_are_watched():
+    class Nested(SmallNet):
+        def step(self, batch: Any) -> Tensor:
+            rows = torch.nested.nested_tensor(list(batch[0].split([1, 3])), layout=torch.jagged)
+            return self.loss(self.layer(rows).values(), batch[1])
+
+    model, health = Nested(), lo.GradientHealth(every_n_steps=2, activations=True)
+    nn.init.constant_(model.layer[2].weight, math.nan)
+    fit(model, health, max_steps=4, limit_val_batches=0)
+    assert health.issues[0].place == "layer.2"
+
+
 def test_compiled_model_gets_no_hooks():
     model = Classifier(mlp(2))
     model.net.compile(backend="eager")
