@@ -63,7 +63,7 @@ class DataMonitor(RunCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._batches = self._samples = self._reports = self._high_reports = 0
+        self._batches = self._samples = self._high_reports = 0
         self._warned = False
         self._total_wait = self._total_time = 0.0
         # Since the last report: seconds of waiting and of validation.
@@ -126,9 +126,8 @@ class DataMonitor(RunCallback):
         self._total_time += elapsed
         self._interval_start, self._samples = now, 0
         self._wait = self._validation = 0.0
-        self._reports += 1
         # The first report includes the start of workers.
-        is_high = share > self.threshold and self._reports > 1
+        is_high = share > self.threshold and self._batches > self._schedule.every_n_steps
         self._high_reports = self._high_reports + 1 if is_high else 0
         log_scalars(trainer, {"data/wait_fraction": share, "data/samples_per_second": rate})
         if self._high_reports >= self.patience and not self._warned:

@@ -59,7 +59,6 @@ class OptimizerHealth:
     def __init__(self, exploding: float, vanishing: float) -> None:
         self._exploding, self._vanishing = exploding, vanishing
         self._window = NormWindow()
-        self._first = 1  # first step of the window
         self.pending: tuple[list[str], Tensor, UpdateProbe] | None = None
         self._persistence = Persistence()
         self._streak = 0  # consecutive non-finite steps
@@ -97,7 +96,7 @@ class OptimizerHealth:
             Whether a gradient was not finite.
         """
         totals = self._read(parameters)
-        self._window, self._first = NormWindow(), self.steps + 1
+        self._window = NormWindow()
         self._count_nonfinite(totals, scaled)
         medians = [entry["median"] for entry in self.timeline]
         evidence = Evidence(
@@ -119,17 +118,17 @@ class OptimizerHealth:
     def _read(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, float]]:
         """Read all measurements at once, set ``layers``, and return steps with total norms."""
         pending, self.pending = self.pending, None
-        blocks = self._window.blocks()
+        blocks, first = self._window.blocks(), self.reported_step + 1
         extra = [] if pending is None else [pending[1], pending[2].compare()]
         read = read_together([*extra, *(rows for _, rows in blocks)])
         on_host = zip((names for names, _ in blocks), read[len(extra) :], strict=True)
-        stats, norms = stats_of_norms(parameters, list(on_host), self._first)
+        stats, norms = stats_of_norms(parameters, list(on_host), first)
         if pending is not None:
             add_measurements(stats, pending[0], read[:2])
         for name, parameter in parameters.items():
             stats[name].set_status(parameter, is_measured=pending is not None)
         self.layers = group_layers(stats.values())
-        return list(enumerate(norms, self._first))
+        return list(enumerate(norms, first))
 
     def _count_nonfinite(self, totals: list[tuple[int, float]], scaled: bool) -> None:
         for _, total in totals:
@@ -190,7 +189,6 @@ class OptimizerHealth:
         window = self._window.move_to_host()
         return {
             **{name: getattr(self, name) for name in COUNTS},
-            "first": self._first,
             "streak": self._streak,
             "timeline": [dict(entry) for entry in self.timeline],
             "window": [[list(names), rows.tolist()] for names, rows in window],
@@ -200,7 +198,7 @@ class OptimizerHealth:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in COUNTS:
             setattr(self, name, state[name])
-        self._first, self._streak = state["first"], state["streak"]
+        self._streak = state["streak"]
         self.timeline = [dict(entry) for entry in state["timeline"]]
         self._window.restore(state["window"])
         self._persistence.tracks = state["persistence"]

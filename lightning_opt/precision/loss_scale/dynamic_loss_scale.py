@@ -29,31 +29,31 @@ from lightning_opt.trainer.run_callback import raise_if_lbfgs
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-COUNTS = ("skipped", "overflows", "stuck")
+COUNTS = ("updates", "skipped", "overflows", "stuck")
 """Counters of the scaler over the whole run, which checkpoints contain."""
 
 
 class CountingScaler(torch.amp.GradScaler):
     """A ``GradScaler`` with a minimum scale that counts skipped updates.
 
-    Counts are numbers on a CPU and tensors on a device.
+    Counts of skipped updates are numbers on a CPU and tensors on a device.
 
     Attributes:
+        updates: Updates so far, including skipped ones.
         skipped: Skipped updates so far.
         overflows: Skipped updates with a finite loss.
         stuck: Consecutive skipped updates at ``min_scale``.
         last_skipped: Whether the last update was skipped.
-        updates: Updates so far in this process, including skipped ones.
     """
 
     def __init__(self, device: str, min_scale: float, **settings: Any) -> None:
         super().__init__(device, **settings)
         self.min_scale = min_scale
+        self.updates = 0
         self.skipped: Scalar = 0
         self.overflows: Scalar = 0
         self.stuck: Scalar = 0
         self.last_skipped: Condition = False
-        self.updates = 0
         self._finite: Condition = True
 
     def record_loss(self, loss: Tensor) -> None:
@@ -180,7 +180,6 @@ class DynamicLossScale(BaseMixedPrecision):
 
     def _reset(self) -> None:
         self.scaler = CountingScaler(self.device, **self._settings)
-        self._steps = 0
         self._skips_to_hold = 0  # skipped updates for which schedulers must still skip a step
         self._delayed: DelayedReads[None] = DelayedReads()
 
@@ -229,7 +228,6 @@ class DynamicLossScale(BaseMixedPrecision):
             # `training_step` returned None. Nothing was updated, but clipping may have unscaled.
             self.scaler._per_optimizer_states.clear()
             return result
-        self._steps += 1
         last_skipped = self.scaler.last_skipped
         if isinstance(last_skipped, Tensor):
             self._delayed.push(last_skipped.reshape(1), None)
@@ -238,7 +236,7 @@ class DynamicLossScale(BaseMixedPrecision):
             reads = self._delayed.flush()  # empty unless the checkpoint is from a GPU
             self._skips_to_hold += last_skipped
         self._skips_to_hold += sum(int(skipped) for (skipped,), _ in reads)
-        due = self._schedule.is_due(self._steps)
+        due = self._schedule.is_due(self.scaler.updates)
         if due:
             state, keys = self.scaler.state_dict(), ("scale", "skipped", "overflows")
             log_scalars(model.trainer, {f"loss_scale/{key}": float(state[key]) for key in keys})
@@ -271,13 +269,12 @@ class DynamicLossScale(BaseMixedPrecision):
         A single rank may call this: it changes nothing, so schedulers wait at the same steps.
         """
         unread = [int(skipped) for (skipped,), _ in self._delayed.peek()]
-        own = {"steps": self._steps, "skips_to_hold": self._skips_to_hold, "unread_skips": unread}
+        own = {"skips_to_hold": self._skips_to_hold, "unread_skips": unread}
         return self.scaler.state_dict() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`, or the state of Lightning's own plugin."""
         self.scaler.load_state_dict(state_dict)
-        self._steps = state_dict.get("steps", 0)
         self._skips_to_hold = state_dict.get("skips_to_hold", 0)
         self._delayed.clear()
         for skipped in state_dict.get("unread_skips", ()):
