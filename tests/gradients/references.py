@@ -81,7 +81,7 @@ def robust(
 
 
 class AdaGC:
-    """Algorithm 1 of Wang et al. (2025), with the two departures that ``PerParameter`` names."""
+    """Algorithm 1 of Wang et al. (2025), with the two differences that ``PerParameter`` lists."""
 
     def __init__(self, factor: float, decay: float, warmup: int, warmup_norm: float) -> None:
         self.factor, self.decay = factor, decay

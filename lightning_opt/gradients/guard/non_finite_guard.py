@@ -159,7 +159,7 @@ class NonFiniteGuard(GradientCallback):
         super().setup(trainer, pl_module, stage)
         for other in self.callbacks_before(trainer) if stage == "fit" else []:
             if isinstance(other, RunCallback) and other.rescales_gradients:
-                raise RuntimeError(  # for a ValueError, a preset would leave its guard out
+                raise RuntimeError(  # a preset would catch a ValueError and drop its guard
                     f"NonFiniteGuard must come before {type(other).__name__} in "
                     "Trainer(callbacks=[...]): otherwise it changes spikes before the guard "
                     "measures them. A preset's trainer_kwargs(callbacks=[...]) sorts them."

@@ -89,7 +89,7 @@ class Opaque:
 
 def test_transparent_batches():
     assert is_transparent({"a": [torch.ones(1), 2.5], "b": ("text", None)})
-    assert is_transparent(UserDict(a=Pair(torch.ones(1))))  # as BatchEncoding is one
+    assert is_transparent(UserDict(a=Pair(torch.ones(1))))  # like BatchEncoding
     assert not is_transparent([Opaque()])
 
 

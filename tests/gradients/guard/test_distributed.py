@@ -145,7 +145,7 @@ def stop(strategy: str, rank: int | None) -> tuple[str, list[str]]:
 
 
 class OnRank1(Callback):
-    """Does what a single rank may do: it asks for the guard's state, or loses its gradients."""
+    """Reads the guard's state or removes the gradients, on one rank only."""
 
     def __init__(self, what: str, guard: lo.NonFiniteGuard) -> None:
         self.what, self.guard = what, guard

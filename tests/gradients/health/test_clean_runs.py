@@ -56,22 +56,13 @@ class Task(LightningModule):
         return DataLoader(TensorDataset(*self.data()), batch_size=16)
 
 
-class Transformer(nn.Module):
-    def __init__(self, vocabulary: int = 500, width: int = 32, depth: int = 3) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.zeros(64, width))
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        hidden = self.embedding(tokens) + self.position[:length]
-        return self.head(self.norm(self.body(hidden, mask=mask, is_causal=True)))
+def transformer(vocabulary: int = 500, width: int = 32) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(
+        width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True
+    )
+    body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    head = [nn.LayerNorm(width), nn.Linear(width, vocabulary)]
+    return nn.Sequential(nn.Embedding(vocabulary, width), body, *head)
 
 
 class Residual(nn.Module):
@@ -101,7 +92,7 @@ def with_frozen_layers() -> nn.Module:
 
 
 TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
-    "transformer": lambda: (Task(Transformer(), tokens), {}),
+    "transformer": lambda: (Task(transformer(), tokens), {}),
     "convnet": lambda: (Task(convnet(), images, torch.optim.SGD, lr=0.1, momentum=0.9), {}),
     "gan": lambda: (AdversarialNet(), {}),
     "a mask": lambda: (
