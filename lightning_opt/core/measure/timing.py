@@ -55,14 +55,20 @@ class StepClock:
         """Discard the running step; the next one starts at :meth:`start`."""
         self._start = None
 
-    def stop(self, *, keep: bool = True) -> None:
-        """End the running step, record it if ``keep``, and start the next one."""
+    def stop(self, *, keep: bool = True) -> bool:
+        """End the running step, record it if ``keep``, and start the next one.
+
+        Returns:
+            Whether a step was recorded. False too if none was running.
+        """
         end = self._mark()
-        if self._start is not None and keep:
+        keep = keep and self._start is not None
+        if keep:
             self._pending.append((self._start, end))
             if len(self._pending) >= MAX_UNREAD_STEPS:
                 self._collect()
         self._start = end
+        return keep
 
     def read(self, *, wait: bool = False) -> list[float]:
         """Return the seconds of steps finished since the last call; may ``wait`` for the device."""

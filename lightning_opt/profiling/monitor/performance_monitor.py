@@ -171,11 +171,9 @@ class PerformanceMonitor(RunCallback):
         """End the step, and log if a report is due."""
         if self._clock is None:
             return
-        amount = samples_in(batch, default=1), self._tokens_of(batch)
         keep = self._steps_of_run >= WARMUP
-        if keep:
-            self._amounts.append(amount)
-        self._clock.stop(keep=keep)
+        if self._clock.stop(keep=keep):
+            self._amounts.append((samples_in(batch, default=1), self._tokens_of(batch)))
         self._steps_of_run += 1
         self._steps += 1
         if self._schedule.is_due(self._steps):

@@ -200,11 +200,12 @@ def test_second_run_has_its_own_measurements():
 @pytest.mark.filterwarnings("ignore:.*yielded None")
 def test_tokens_of_a_batch_key_are_its_elements_and_a_skipped_batch_has_none():
     batches = [*Tokens().train_dataloader()]
-    batches[1:1] = [None] * 2
+    batches[:1] = [None, batches[0], None, None]
     monitor = lo.PerformanceMonitor(every_n_steps=1, tokens="ids")
     profiler = lo.StepProfiler(tokens="ids", print_table=False)
-    trainer = quiet_trainer(callbacks=[monitor], profiler=profiler)
+    trainer = quiet_trainer(callbacks=[monitor], profiler=profiler, max_epochs=2)
     trainer.fit(Tokens(), DataLoader(batches, batch_size=None))
-    assert trainer.global_step == 6
+    assert trainer.global_step == 12
+    assert monitor.record.work.samples == 4 * 11  # the second batch is a warmup step
     rates = report_of(monitor)
     assert rates["tokens per second"] == pytest.approx(7 * rates["samples per second"])
