@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.measure.reading import Schedule
+from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -58,34 +59,34 @@ class GarbageCollection(RunCallback):
     def __init__(self, every_n_steps: int = 100) -> None:
         self._schedule = Schedule(every_n_steps)
         self._batches = 0
-        self._running = self._frozen = self._was_enabled = False
+        self._freezes = False
+        self._undo = Patches()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Turn off automatic collection, collect, and freeze."""
         self.release(trainer)
         self._batches = 0
-        self._was_enabled, self._running = gc.isenabled(), True
-        gc.disable()
+        if gc.isenabled():
+            gc.disable()
+            self._undo.callback(gc.enable)
         gc.collect()
-        self._freeze()
-
-    def _freeze(self) -> None:
-        if self._frozen or gc.get_freeze_count() == 0:
+        self._freezes = gc.get_freeze_count() == 0
+        if self._freezes:
             gc.freeze()
-            self._frozen = True
+            self._undo.callback(gc.unfreeze)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Count the batch, and collect if a collection is due."""
         self._batches += 1
         self._collect_if_due(trainer, self._batches)
-        if self._batches == self._schedule.every_n_steps:
-            self._freeze()
+        if self._freezes and self._batches == self._schedule.every_n_steps:
+            gc.freeze()
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Collect if due, without counting: ranks may validate unequal numbers of batches."""
-        if self._running:  # not in the sanity check, nor in `trainer.validate`
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._collect_if_due(trainer, self._batches + batch_idx + 1)
 
     def _collect_if_due(self, trainer: pl.Trainer, batches: int) -> None:
@@ -97,11 +98,4 @@ class GarbageCollection(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Unfreeze, and restore automatic collection."""
-        if not self._running:
-            return
-        self._running = False
-        if self._frozen:
-            gc.unfreeze()
-            self._frozen = False
-        if self._was_enabled:
-            gc.enable()
+        self._undo.close()
