@@ -91,7 +91,7 @@ class Diagnosis(Report):
 
     def __getitem__(self, topic: str) -> Verdict:
         """Return the verdict on a topic, such as ``"data"``."""
-        return next(verdict for verdict in self.verdicts if verdict.topic == topic)
+        return {verdict.topic: verdict for verdict in self.verdicts}[topic]
 
     def topics(self, state: State) -> list[str]:
         """Return the topics whose verdict has this state."""

@@ -254,6 +254,8 @@ def test_trainer_without_a_run_has_unknown_verdicts(capsys):
     assert diagnosis.notes == []
     for topic in MEASURED:
         assert diagnosis[topic] == Verdict(topic, "unknown", "Not measured.", HINTS[topic])
+    with pytest.raises(KeyError, match="astrology"):
+        diagnosis["astrology"]
     diagnosis.print()
     text = capsys.readouterr().out
     assert text.splitlines()[0] == diagnosis.title
