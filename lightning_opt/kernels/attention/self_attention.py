@@ -240,7 +240,9 @@ class SelfAttention(nn.Module):
         else:
             if group > 1:  # with a mask, CUDA's fused backends do not support groups
                 key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
-            visible = visible_keys(key_padding_mask, self.causal)
+            visible = ~key_padding_mask[:, None, None, :]
+            if self.causal:
+                visible = visible & visible.new_ones(x.shape[1], x.shape[1]).tril()
             has_key = visible.any(-1, keepdim=True)
             # A query without visible keys attends to all keys, and its result becomes zero.
             attended = scaled_dot_product_attention(
@@ -251,21 +253,3 @@ class SelfAttention(nn.Module):
     def extra_repr(self) -> str:
         """Return the settings."""
         return f"heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}"
-
-
-def visible_keys(key_padding_mask: Tensor, causal: bool) -> Tensor:
-    """Return the mask of keys that each query attends to.
-
-    Args:
-        key_padding_mask: Shape ``(batch, length)``, True for padding.
-        causal: Whether a position attends only to itself and earlier ones.
-
-    Returns:
-        A bool tensor of shape ``(batch, 1, length, length)``; if not causal,
-        ``(batch, 1, 1, length)``.
-    """
-    visible = ~key_padding_mask[:, None, None, :]
-    if not causal:
-        return visible
-    length = key_padding_mask.shape[-1]
-    return visible & torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lightning_opt.core.measure.memory import malloc_info, resident_memory
 from lightning_opt.core.modules.batches import tensors_of
-from lightning_opt.core.modules.trial import storages_of
 from lightning_opt.core.numerics.ratios import mann_kendall, theil_sen
+from lightning_opt.memory.meters import storage_bytes
 
 # --- growth ---------------------------------------------------------------------------------------
 
@@ -73,9 +73,9 @@ class MemoryTrend:
     def growing(self) -> dict[str, float]:
         """Return the counters that grow without flattening, in bytes per step, fastest first."""
         slopes = {}
+        steps = [float(step) for step, _ in self._samples]
         for name in self._samples[0][1] if self._samples else ():
-            steps = [float(step) for step, values in self._samples if name in values]
-            series = [values[name] for _, values in self._samples if name in values]
+            series = [values[name] for _, values in self._samples]
             slope = theil_sen(steps, series)
             if slope < self._min_bytes_per_step or mann_kendall(series)[1] >= MAX_P_VALUE:
                 continue
@@ -223,9 +223,8 @@ def mean_size(objects: Sequence[Any]) -> float:
         limit=400 * len(objects),
     )
     tensors = walk.tensors()
-    storages = {storage for tensor in tensors for storage in storages_of(tensor)}
     total = sum(sys.getsizeof(obj, 64) for obj in walk.objects())
-    total += TENSOR_BYTES * len(tensors) + sum(storage.nbytes() for storage in storages)
+    total += TENSOR_BYTES * len(tensors) + storage_bytes(tensors)
     total += GRAPH_NODE_BYTES * sum(graph_size(tensor, 1000) for tensor in tensors)
     return total / len(objects)
 
@@ -246,16 +245,6 @@ class Census:
 def take_census(step: int, epoch: int, walk: Walk) -> Census:
     lengths = {id(obj): len(obj) for obj in walk.objects() if type(obj) in CONTAINERS}
     return Census(step, epoch, lengths, max(map(graph_size, walk.tensors()), default=0))
-
-
-def _growing_containers(censuses: Sequence[Census]) -> dict[int, float]:
-    """Return the ids of containers that grew between all censuses, with items per step."""
-    rates = {
-        key: _growth(censuses, [census.lengths.get(key, -1) for census in censuses])
-        for key in censuses[-1].lengths
-        if key in censuses[0].lengths
-    }
-    return {key: rate for key, rate in rates.items() if rate >= MIN_ITEMS_PER_STEP}
 
 
 def _growth(censuses: Sequence[Census], lengths: Sequence[int]) -> float:
@@ -333,7 +322,11 @@ def find_suspects(
     """
     step = censuses[-1].step
     suspects = []
-    for key, rate in _growing_containers(censuses).items():
+    for key in censuses[-1].lengths:
+        lengths = [census.lengths.get(key, 0) for census in censuses]
+        rate = _growth(censuses, lengths) if key in censuses[0].lengths else 0.0
+        if rate < MIN_ITEMS_PER_STEP:
+            continue
         container = walk.get(key)
         items = _newest(container)
         bytes_per_step = rate * mean_size(items)

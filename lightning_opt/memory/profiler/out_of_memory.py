@@ -8,7 +8,7 @@ import pickle
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,11 @@ log = logging.getLogger(__name__)
 
 MAX_TENSORS = 20
 
+Names: TypeAlias = dict[torch.UntypedStorage, str]
 
-def report_live_tensors(
-    error: BaseException,
-    module: nn.Module | None,
-    optimizers: Iterable[Any],
-    device: torch.device,
-    phase: str,
+
+def _largest_tensors(
+    error: BaseException, names: Names, device: torch.device, phase: str
 ) -> Report:
     """Return the largest live tensors, with their names and the operations that made them.
 
@@ -39,7 +37,6 @@ def report_live_tensors(
         # Not `isinstance`, which runs the code of proxies.
         if type(thing) in (Tensor, nn.Parameter) and thing.device.type == device.type:
             tensors.update((storage, thing) for storage in storages_of(thing))
-    names = _names(error, module, optimizers)
     rows = [
         {
             "MB": storage.nbytes() / MB,
@@ -78,7 +75,8 @@ def write_out_of_memory_report(
     """
     file = folder / "out_of_memory.txt"
     try:
-        report = report_live_tensors(error, module, optimizers, device, phase)
+        names = _names(error, module, optimizers)
+        report = _largest_tensors(error, names, device, phase)
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{report}\n")
         file.with_suffix(".json").write_text(report.to_json())
@@ -91,9 +89,7 @@ def write_out_of_memory_report(
         log.warning("Out of memory in %s; the largest live tensors are in %s.", phase, file)
 
 
-def _names(
-    error: BaseException, module: nn.Module | None, optimizers: Iterable[Any]
-) -> dict[torch.UntypedStorage, str]:
+def _names(error: BaseException, module: nn.Module | None, optimizers: Iterable[Any]) -> Names:
     """Return names of tensors by their storage.
 
     A tensor is named as a local variable in the traceback, an attribute of a module, an optimizer

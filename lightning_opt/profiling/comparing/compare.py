@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,14 +69,15 @@ def ratio_columns(ratio: Ratio | None) -> dict[str, Any]:
     return {**{key: round(value, 4) for key, value in numbers.items()}, "verdict": ratio.verdict}
 
 
+@dataclass
 class Training:
     """The steps of one training of a configuration."""
 
-    def __init__(self, steps: list[Step]) -> None:
-        self.steps = steps
-        self.turns: list[list[Step]] = []
+    steps: list[Step]
+    turns: list[list[Step]] = field(default_factory=list)
 
 
+@dataclass
 class Run:
     """All trainings of one configuration.
 
@@ -86,11 +88,10 @@ class Run:
         peak: Peak memory in bytes; None before the first turn.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.trainings: list[Training] = []
-        self.failure: FitFailed | None = None
-        self.peak: int | None = None
+    name: str
+    trainings: list[Training] = field(default_factory=list)
+    failure: FitFailed | None = None
+    peak: int | None = None
 
     @property
     def timed(self) -> list[Step]:
