@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +68,15 @@ class FSDPOnCPU(FSDPStrategy):
             device_id=torch.device("cpu"),
             **self.kwargs,
         )
+
+
+def warnings_of(function: Callable[[], Any], words: str = "") -> tuple[Any, list[str]]:
+    """Return the result of a function, and the texts of its warnings that contain ``words``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function()
+    texts = [str(warning.message) for warning in caught]
+    return result, [text for text in texts if words in text]
 
 
 @contextmanager

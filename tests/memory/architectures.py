@@ -363,24 +363,7 @@ class PlainLayers(Architecture):
 
 
 ARCHITECTURES: dict[str, Callable[[], Architecture]] = {
-    kind.__name__: kind
-    for kind in (
-        Transformer,
-        TiedLanguageModel,
-        Recurrent,
-        Adversarial,
-        Residual,
-        SharedBlock,
-        Nested,
-        Autocast,
-        UNet,
-        EncoderDecoder,
-        SpectralNorm,
-        GradientPenalty,
-        MetaLearning,
-        Hypernetwork,
-        InputGradients,
-        StochasticDepth,
-        PlainLayers,
-    )
+    name: kind
+    for name, kind in list(globals().items())
+    if isinstance(kind, type) and issubclass(kind, Architecture) and kind is not Architecture
 }

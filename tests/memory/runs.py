@@ -1,7 +1,5 @@
 """Training an architecture with and without checkpointing, and comparing bit by bit."""
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,11 +29,3 @@ def assert_identical(actual: Architecture, expected: Architecture) -> None:
     """Compare gradients of each backward pass, weights, buffers and random numbers bit by bit."""
     assert actual.gradients
     torch.testing.assert_close(evidence(actual), evidence(expected), rtol=0.0, atol=0.0)
-
-
-def warnings_of(function: Callable[[], Any]) -> str:
-    """Return the text of all warnings, Lightning's included."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function()
-    return "\n".join(str(warning.message) for warning in caught)

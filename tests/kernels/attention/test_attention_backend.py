@@ -1,12 +1,12 @@
 """AttentionBackend: its report against the kernels that torch runs, and complete undo."""
 
-import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.kernels.attention import self_attention
-from tests.helpers.models import assert_same_weights
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.models import SmallNet, assert_same_weights
+from tests.helpers.trainers import quiet_trainer, warnings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
@@ -32,7 +32,7 @@ def _function_is_restored() -> Iterator[None]:
     assert self_attention.scaled_dot_product_attention is ORIGINAL
 
 
-class Net(LightningModule):
+class Net(SmallNet):
     """Attention between two linear layers.
 
     Args:
@@ -42,8 +42,7 @@ class Net(LightningModule):
     """
 
     def __init__(self, kind: str = "plain", dropout: float = 0.0) -> None:
-        super().__init__()
-        state = torch.get_rng_state()
+        super().__init__(lr=0.1)
         torch.manual_seed(0)
         self.kind, self.dropout = kind, dropout
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -55,7 +54,6 @@ class Net(LightningModule):
             self.attention = nn.TransformerEncoderLayer(
                 WIDTH, 2, WIDTH, dropout=dropout, batch_first=True
             )
-        torch.set_rng_state(state)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -73,19 +71,11 @@ class Net(LightningModule):
             x = x.transpose(1, 2).flatten(2)
         return self.last(x)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def step(self, batch: Tensor) -> Tensor:
         return self(batch).square().mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("loss", self(batch).square().mean())
-
-    test_step = validation_step
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def data() -> DataLoader[Any]:
@@ -145,12 +135,9 @@ def test_report_names_the_kernel_that_torch_runs(kind):
 def row_served_by_math(net: Net, attention: lo.AttentionBackend, message: str) -> dict[str, Any]:
     """Train, check for one warning, and compare with a run without the callback."""
     expected = fit(Net(net.kind, net.dropout))
-    with warnings.catch_warnings(record=True) as caught, Operations() as operations:
-        warnings.simplefilter("always")
-        fit(net, attention)
-    messages = [str(w.message) for w in caught if "AttentionBackend" in str(w.message)]
-    assert len(messages) == 1
-    assert message in messages[0]
+    with Operations() as operations:
+        _, (warned,) = warnings_of(lambda: fit(net, attention), "AttentionBackend")
+    assert message in warned
     assert operations.flash == 0
     assert_same_weights(net, expected)
     (row,) = attention.report().rows
@@ -221,7 +208,7 @@ def test_report_without_training(stage):
 def test_compile_model_compiles_no_more_graphs():
     def graphs(*callbacks: Callback) -> float:
         trainer = quiet_trainer(callbacks=[*callbacks, lo.CompileModel(backend="aot_eager")])
-        trainer.fit(Net("module"), data())
+        trainer.fit(Net("module"), data(), data())
         torch._dynamo.reset()
         return float(trainer.callback_metrics["compile/graphs"])
 
@@ -235,9 +222,7 @@ def test_report_contains_a_fused_backend_or_torchs_reason_on_gpu():
     for kind in ("module", "bias"):
         attention = lo.AttentionBackend()
         trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.fit(Net(kind), data())
+        warnings_of(partial(trainer.fit, Net(kind), data(), data()))
         (row,) = attention.report().rows
         assert (
             row["backend"] != "math" if kind == "module" else "mask" in row["better ones"].lower()

@@ -11,17 +11,16 @@ from torch.nn.parameter import is_lazy
 
 import lightning_opt as lo
 from lightning_opt.kernels.channels_last.channels_last import Convolutions
+from tests.helpers import trainers
 from tests.helpers.footprint import model_footprint
 from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.trainers import SaveAt, quiet_trainer
 from tests.kernels.convnets import STEPS, ConvNet
 
 
-def fit(model: Any, *callbacks: Callback, seed: int = 7, **settings: Any) -> Any:
-    torch.manual_seed(seed)
-    trainer = quiet_trainer(callbacks=list(callbacks), **settings)
-    trainer.fit(model)
-    return trainer
+def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
+    torch.manual_seed(7)
+    return trainers.fit(model, *callbacks, **settings)
 
 
 # --- conversion ---------------------------------------------------------------------------------

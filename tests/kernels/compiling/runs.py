@@ -1,8 +1,7 @@
 """A model with state that a repeated step would change, and backends that fail on purpose."""
 
 import copy
-import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.helpers.models import assert_same_weights, loader_of, weights_of
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, quiet_trainer, warnings_of
 
 QUIET = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -129,13 +128,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], **tolerance: f
         assert actual[name] == expected[name], name
 
 
-def messages_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Return the result of ``function`` and CompileModel's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = function()
-    texts = [str(warning.message) for warning in caught]
-    return result, [text for text in texts if text.startswith("CompileModel")]
+messages_of = partial(warnings_of, words="CompileModel: ")
 
 
 # --- backends -----------------------------------------------------------------------------------

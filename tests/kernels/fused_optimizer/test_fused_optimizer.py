@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import lightning_opt as lo
 from lightning_opt.kernels.fused_optimizer.fused_optimizer import Fused, obstacle_to_fused
 from tests.helpers import trainers
 from tests.helpers.models import SmallNet, assert_same_weights, train_with_loss_scale
-from tests.helpers.trainers import SaveAt, quiet_trainer
+from tests.helpers.trainers import SaveAt, quiet_trainer, warnings_of
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adam": (Adam, {"amsgrad": True, "weight_decay": 0.1}),
@@ -226,12 +225,8 @@ class Sparse(Net):
 def test_sparse_gradients_restore_the_optimizer_with_a_warning():
     expected, model, callback = Sparse(), Sparse(), lo.FusedOptimizer()
     fit(expected)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(model, callback)
-    ours = [str(w.message) for w in caught if "FusedOptimizer" in str(w.message)]
-    assert len(ours) == 1
-    assert "restored SGD: fused kernels do not support sparse gradients" in ours[0]
+    _, (message,) = warnings_of(lambda: fit(model, callback), "FusedOptimizer")
+    assert "restored SGD: fused kernels do not support sparse gradients" in message
     assert_same_weights(model, expected)
     assert callback.report().rows[0]["reason"] == "sparse gradients"
 

@@ -1,6 +1,6 @@
 """Runtime: settings during a run, reports of failures, and complete undo."""
 
-import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import lightning_opt as lo
 from lightning_opt.kernels.runtime import runtime as settings
 from lightning_opt.kernels.runtime.runtime import NotSetError
 from tests.helpers.models import SmallNet
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import quiet_trainer, warnings_of
 
 CUDA = torch.device("cuda")
 
@@ -39,10 +39,8 @@ def run(test: bool = False, **asked: Any) -> Any:
     """Fit with these settings; return the states before, during and after it, rows and warnings."""
     callback, look, before = lo.Runtime(**asked), Recorder(), state()
     trainer, model = quiet_trainer(callbacks=[callback, look]), SmallNet()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _ = trainer.test(model, verbose=False) if test else trainer.fit(model)
-    messages = [str(w.message) for w in caught if "Runtime" in str(w.message)]
+    stage = partial(trainer.test, verbose=False) if test else trainer.fit
+    _, messages = warnings_of(lambda: stage(model), "Runtime")
     rows = {row["setting"]: row for row in callback.report().rows}
     return before, look.seen, state(), rows, messages
 

@@ -109,7 +109,7 @@ def test_input_changed_in_place_after_the_block_raises(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["every_layer", "block"])
-def test_output_changed_in_place_before_the_next_block_is_recomputed_so(policy: str) -> None:
+def test_output_changed_in_place_before_the_next_block_gives_the_same_gradient(policy: str) -> None:
     def gradient(first: Any, second: Any) -> Tensor:
         x = torch.ones(3, requires_grad=True)
         second(first(x).add_(1)).sum().backward()

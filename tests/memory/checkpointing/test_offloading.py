@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.forward import Offload
-from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.helpers.trainers import MemoryLogger, quiet_trainer, warnings_of
 from tests.memory.architectures import Architecture, Transformer
-from tests.memory.runs import assert_identical, train, warnings_of
+from tests.memory.runs import assert_identical, train
 
 
 class Large(Architecture):
@@ -30,10 +30,9 @@ class Large(Architecture):
 
 def test_offload_without_cuda_warns_and_changes_nothing() -> None:
     callback = ActivationCheckpointing("every_layer", offload=True)
-    trained = []
-    warned = warnings_of(lambda: trained.append(train("Transformer", callback)))
-    assert "needs a CUDA device" in warned
-    assert_identical(trained[0], train("Transformer", None))
+    model, warned = warnings_of(lambda: train("Transformer", callback), "needs a CUDA device")
+    assert warned
+    assert_identical(model, train("Transformer", None))
 
 
 def test_only_activations_are_moved() -> None:

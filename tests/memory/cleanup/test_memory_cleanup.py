@@ -139,9 +139,7 @@ def test_host_memory_is_not_counted_as_freed_on_a_device(limit, monkeypatch, sou
 
 @needs_heap
 def test_garbage_of_validation_is_freed(limit):
-    class Validation(Ballast):
-        def on_train_batch_start(self, *_): ...
-
+    class Validation(Callback):
         def on_validation_batch_start(self, *arguments):
             Cycle(10)
 
@@ -207,7 +205,7 @@ def clean_on_two_ranks(delayed: bool) -> tuple[list[int], list[bool], float]:
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit(SmallNet(), train_dataloaders=loader_of(30))
     used = trainer.callback_metrics["memory/used_fraction"].item()
-    # Only one rank may know a limit.
+    # Only rank 1 can read a limit.
     MemoryLimits.read = lambda self: [Usage("heap", 90 * MB, 100 * MB)] if rank else []
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit(SmallNet(), train_dataloaders=loader_of(30))
@@ -232,25 +230,19 @@ def test_all_ranks_clean_when_one_needs_it(delayed):
 # --- a limited address space --------------------------------------------------------------------
 
 
-class Episodes(SmallNet):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        Cycle(8)
-        return super().training_step(batch, batch_idx)
-
-
 def train_under_a_limit(with_cleanup: bool) -> tuple[int, str, int]:
     """Return the number of steps, the error or "completed", and the number of cleanups."""
     import resource
 
-    model = Episodes()
-    quiet_trainer(limit_train_batches=2).fit(model)
+    model, ballast = SmallNet(), Ballast(garbage=8)
+    quiet_trainer(limit_train_batches=2, callbacks=[ballast]).fit(model)
     gc.collect()
     gc.freeze()
     limit = psutil.Process().memory_info().vms + 400 * MB
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     assert address_space().total == limit
     cleanup = lo.MemoryCleanup(threshold=1 - 150 * MB / limit, release=1 - 300 * MB / limit)
-    callbacks = [cleanup] if with_cleanup else []
+    callbacks = [ballast, cleanup] if with_cleanup else [ballast]
     trainer = quiet_trainer(callbacks=callbacks, limit_val_batches=0)
     try:
         trainer.fit(model, train_dataloaders=loader_of(300))

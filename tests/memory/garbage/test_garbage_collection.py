@@ -91,7 +91,7 @@ def test_collections_happen_only_on_schedule_and_objects_are_frozen(nothing_froz
     assert gc.get_freeze_count() == 0
 
 
-def test_schedule_starts_with_each_fit_and_disabled_collection_and_frozen_objects_stay_so():
+def test_schedule_restarts_with_each_fit_and_earlier_settings_are_kept():
     gc.freeze()
     gc.disable()
     count, callback = gc.get_freeze_count(), lo.GarbageCollection(every_n_steps=4)

@@ -44,7 +44,7 @@ def train(model: Any, detector: lo.LeakDetector, **settings: Any) -> lo.LeakDete
     return detector
 
 
-def test_user_modules_are_those_of_the_user_and_of_a_notebook(monkeypatch):
+def test_user_modules_include_scripts_and_notebooks_but_no_libraries(monkeypatch):
     files = {
         "__main__": None,
         "train": "/home/user/train.py",

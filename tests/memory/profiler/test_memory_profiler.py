@@ -207,7 +207,7 @@ def test_run_logs_peaks_and_categories():
     assert "Garbage collection" in str(profiler.report())
 
 
-def test_categories_are_those_of_the_latest_step():
+def test_logged_categories_are_of_the_latest_step():
     gc.collect()  # garbage of earlier tests would hide which part of the step needs most
     model, logger = Wide(), MemoryLogger()
     batches = [torch.randn(rows, WIDTH) for rows in (16 * ROWS, 8)]

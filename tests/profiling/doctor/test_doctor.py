@@ -185,7 +185,7 @@ def test_verdicts_before_a_run_are_unknown(name):
     assert all(verdict.state == "unknown" and verdict.advice for verdict in verdicts)
 
 
-def test_verdict_on_the_optimizer_is_that_during_training():
+def test_verdict_on_the_optimizer_describes_the_training():
     """FusedOptimizer restores the Trainer's optimizers after training."""
     fused = fit(SmallNet("Adam"), lo.FusedOptimizer())
     assert not fused.optimizers[0].param_groups[0]["fused"]
@@ -196,7 +196,7 @@ def test_verdict_on_the_optimizer_is_that_during_training():
     assert lo.doctor(fit(SmallNet("RMSprop")))["optimizer"].state == "ok"
 
 
-def test_verdict_on_compilation_is_that_during_training():
+def test_verdict_on_compilation_describes_the_training():
     compiled = fit(SmallNet(), lo.CompileModel(backend="eager"))
     assert lo.doctor(compiled)["compilation"].state == "ok"
     plain = lo.doctor(fit(SmallNet()))["compilation"]
