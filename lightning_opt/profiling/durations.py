@@ -38,7 +38,7 @@ class Durations:
         """Add one duration."""
         self.count += 1
         self.total += seconds
-        # Many times faster than a logarithm. The cell of 0 itself would be that of 2 ms.
+        # `frexp` is much faster than a logarithm. It would count 0 as 2 ms, so 0 is replaced.
         mantissa, exponent = frexp(seconds or 1e-99)
         cell = exponent * _CELLS + int(mantissa * _CELLS)
         cells = self._cells

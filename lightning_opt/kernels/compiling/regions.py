@@ -73,7 +73,7 @@ class Region:
     ) -> None:
         self.name, self.options = name, options
         self.kind = type(modules[0]).__name__
-        self.modes = [*modes, EAGER]  # the current one and those left to try
+        self.modes = [*modes, EAGER]  # the current mode, then the modes left to try
         self.seconds = 0.0
         self.graphs = self.breaks = self.recompilations = 0
         self.reason = ""
