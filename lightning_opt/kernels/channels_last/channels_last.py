@@ -69,7 +69,7 @@ class ChannelsLast(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_convolutions",)
+    not_pickled = ("_convolutions", "_hooks")
 
     def __init__(self, policy: Policy = "auto") -> None:
         self.policy = check_one_of("policy", policy, get_args(Policy))
@@ -135,7 +135,7 @@ class ChannelsLast(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the weights and the optimizers."""
-        for hook in self._hooks:
+        for hook in self._hooks or ():  # None in a copy
             hook.remove()
         if self._convolutions is not None:
             self._convolutions.restore(trainer.optimizers)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.modules.compiling import CLOCK
+from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.kernels.compiling.regions import EAGER, CompileOptions, Region
@@ -99,7 +99,7 @@ class CompileModel(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_stack", "regions")
+    not_pickled = ("regions",)
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class CompileModel(RunCallback):
         self.scope = check_one_of("scope", scope, SCOPES)
         self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
         self.regions: list[Region] = []
-        self._stack: ExitStack | None = None
+        self._patches = Patches()
         self._reset()
 
     def _reset(self) -> None:
@@ -145,7 +145,7 @@ class CompileModel(RunCallback):
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace ``forward`` of the regions."""
-        if self._stack is None:
+        if not self.regions:
             self._apply(trainer, pl_module)
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
@@ -157,8 +157,7 @@ class CompileModel(RunCallback):
         )
         modes = modes_for(self.mode, device.type)
         self._rank_text = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        self._stack = ExitStack()
-        self._stack.enter_context(remove_marks(pl_module))
+        self._patches.enter_context(remove_marks(pl_module))
         self.regions = find_regions(pl_module, self.scope, modes, options)
         if not self.regions:
             raise ValueError(
@@ -166,18 +165,16 @@ class CompileModel(RunCallback):
                 "forward and no submodules with parameters."
             )
         for region in self.regions:
-            region.apply(self._stack)
-        self._stack.enter_context(compile_settings(self.regions, self.scope, trainer))
+            region.apply(self._patches)
+        self._patches.enter_context(compile_settings(self.regions, self.scope, trainer))
         CLOCK.start()
-        self._stack.callback(CLOCK.stop)
+        self._patches.callback(CLOCK.stop)
         self._logged: dict[str, float] = {}
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore ``forward`` of the modules."""
-        if self._stack is not None:
-            self._report = self._make_report()
-            self._stack.close()
-        self._stack = None
+        self._report = self.report()
+        self._patches.close()
         self.regions = []
 
     # --- steps ----------------------------------------------------------------------------------

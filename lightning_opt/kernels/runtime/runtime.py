@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_opt.core.arguments import check_at_least, check_one_of
+from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -51,7 +52,6 @@ class Runtime(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_undo",)
 
     def __init__(
         self,
@@ -72,20 +72,20 @@ class Runtime(RunCallback):
         self.allocator = allocator
         self.threads = None if threads is None else check_at_least("threads", threads, 1)
         self._rows: list[dict[str, Any]] = []
-        self._undo: list[Undo] = []
+        self._undo = Patches()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply all settings."""
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
-        self._rows, self._undo = [], []
+        self._rows = []
         for name, apply in SETTINGS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             note = ""
             try:
-                self._undo.append(apply(value, trainer.strategy.root_device))
+                self._undo.callback(apply(value, trainer.strategy.root_device))
             except NotSetError as error:
                 note = str(error)
             except RuntimeError as error:
@@ -99,8 +99,7 @@ class Runtime(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore all settings, and keep the report."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 # --- settings -------------------------------------------------------------------------------------

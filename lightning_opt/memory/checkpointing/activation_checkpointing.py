@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -19,7 +18,7 @@ from lightning_opt.core.modules.compiling import (
     run_eagerly,
 )
 from lightning_opt.core.modules.lazy import raise_if_lazy
-from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.trial import TrialStep, prepare_batch
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -165,7 +164,7 @@ class ActivationCheckpointing(RunCallback):
         self._step_plans: list[StepPlan] = []
         self._applied = AppliedPlan([])
         self._offload: Offload | None = None
-        self._patches = ExitStack()
+        self._patches = Patches()
 
     @property
     def needs_operators(self) -> str:

@@ -1,5 +1,6 @@
 """ChannelsLast: conversion, numerics, decision, checkpoints and undo."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def test_weights_and_images_are_converted_in_every_stage(ndim):
     assert model.seen == [("validate", False, False)]
 
 
+class Pickles(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        assert len(pickle.dumps(trainer.callbacks[0])) < 1000  # without weights
+
+
 @pytest.mark.parametrize(
     ("ndim", "optimizer", "fused"),
     [(4, "Adam", False), (4, "SGD", True), (5, "SGD", False), (5, "Adam", True)],
@@ -48,7 +54,7 @@ def test_weights_and_images_are_converted_in_every_stage(ndim):
 def test_results_differ_only_by_rounding(ndim, optimizer, fused):
     model, expected = ConvNet(optimizer, ndim), ConvNet(optimizer, ndim)
     fused_optimizers = [lo.FusedOptimizer()] * fused
-    fit(model, lo.ChannelsLast("always"), *fused_optimizers, max_epochs=3)
+    fit(model, lo.ChannelsLast("always"), *fused_optimizers, Pickles(), max_epochs=3)
     fit(expected, max_epochs=3)
     assert_same_weights(model, expected, rtol=1e-3, atol=1e-5)
 
