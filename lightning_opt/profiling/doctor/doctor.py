@@ -219,9 +219,7 @@ def memory(trainer: pl.Trainer) -> list[Verdict]:
 def precision(trainer: pl.Trainer) -> Verdict | None:
     """Does training use the device's fastest precision?"""
     precision, device = str(trainer.precision), trainer.strategy.root_device
-    if not precision.startswith(("32", "64")):
-        return Verdict("precision", "ok", f"The precision is {precision}.")
-    if why_no_bf16(device.type) is not None:
+    if not precision.startswith(("32", "64")) or why_no_bf16(device.type) is not None:
         return Verdict("precision", "ok", f"The precision is {precision} on {device}.")
     advice = "Try Trainer(precision='bf16-mixed'); compare() measures the speedup and the loss."
     finding = f"The precision is {precision}, but {device} also has fast bfloat16."
