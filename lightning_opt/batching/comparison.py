@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +24,7 @@ from lightning_opt.core.modules.state_kinds import advanced, snapshot
 from lightning_opt.core.modules.trial import (
     WrittenParameters,
     all_parameters,
+    copy_batch,
     loss_of,
     without_side_effects,
 )
@@ -265,7 +265,7 @@ class Comparison:
 
         self._fixed_draws.begin(start, samples)
         with replaced(self._module, log=log), self._fixed_draws:
-            loss = loss_of(self._trainer, self._module, copy.deepcopy(batch), self._batch_idx)
+            loss = loss_of(self._trainer, self._module, copy_batch(batch), self._batch_idx)
             if loss is None:
                 return torch.zeros(1, device=self._module.device), {}
             for parameter in self._parameters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -65,10 +65,13 @@ def _ignores_its_batch_size(sampler: Any, size: int) -> bool:
         batches = len(sampler)
         sampler.batch_size = 2 * size
         return batches == len(sampler) > 1
+    except AttributeError:  # it is a property without a setter
+        return True
     except (TypeError, NotImplementedError):  # it has no length
         return False
     finally:
-        sampler.batch_size = size
+        with suppress(AttributeError):
+            sampler.batch_size = size
 
 
 def set_batch_size(loader: DataLoader[Any], size: int) -> None:
@@ -119,4 +122,5 @@ def intercepted_loaders(
             yield
     finally:
         for loader, size in sizes.items():
-            set_batch_size(loader, size)
+            if batch_size_of(loader) != size:
+                set_batch_size(loader, size)

@@ -131,11 +131,9 @@ class GradientCallback(RunCallback):
         """Warn once if the optimizer has stepped without ``on_before_optimizer_step``."""
         if not (self._was_called or self._has_warned):
             rank_zero_warn(
-                f"{type(self).__name__} and all callbacks that read gradients in "
-                f"on_before_optimizer_step have no effect on a step of {type(optimizer).__name__}: "
-                "Lightning calls this hook only in `step` of its own wrapper. Call `step` of "
-                "self.optimizers() or of the argument of optimizer_step, not of the optimizer "
-                "inside (use_pl_optimizer=False, optimizer.optimizer)."
+                f"{type(self).__name__} and later gradient callbacks do not act: the model calls "
+                f"step() of {type(optimizer).__name__} itself, where Lightning calls no hooks. "
+                "Call step() of self.optimizers(), or of the argument of optimizer_step."
             )
             self._has_warned = True
         self._was_called = False

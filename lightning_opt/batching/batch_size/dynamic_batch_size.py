@@ -30,6 +30,7 @@ from lightning_opt.trainer.lightning import (
     BatchSizeFinder,
     DeepSpeedStrategy,
     GradientAccumulationScheduler,
+    package_of,
 )
 from lightning_opt.trainer.run_callback import RunCallback, has_step_hooks
 
@@ -299,9 +300,8 @@ def _scale_rates(optimizers: Iterable[Optimizer], scale: float, stack: ExitStack
     for optimizer in optimizers:
         if not has_step_hooks(optimizer):
             raise ValueError(
-                f"DynamicBatchSize(scale_lr=...) needs optimizers with step hooks, but "
-                f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__. Call it "
-                "there, or scale the learning rate yourself."
+                f"DynamicBatchSize cannot scale the learning rate of {type(optimizer).__name__}, "
+                "which does not call Optimizer.__init__. Call it, or give no scale_lr."
             )
         stack.callback(optimizer.register_step_pre_hook(multiply).remove)
         stack.callback(optimizer.register_step_post_hook(restore).remove)
@@ -309,6 +309,6 @@ def _scale_rates(optimizers: Iterable[Optimizer], scale: float, stack: ExitStack
 
 def _is_resuming(trainer: pl.Trainer) -> bool:
     """Return whether ``fit`` got a checkpoint. Lightning stores its path only after ``setup``."""
-    run = type(trainer)._run.__code__
+    run = package_of(trainer).Trainer._run.__code__
     calls = [frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_code is run]
     return any(call["self"] is trainer and call["ckpt_path"] is not None for call in calls)

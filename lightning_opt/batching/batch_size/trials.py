@@ -99,6 +99,8 @@ class TrialCallback(BaseCallback):
             if isinstance(generator, torch.Generator):
                 self.stack.callback(generator.set_state, generator.get_state())
         self.samples = samples_of(loader)
+        if not self.samples:
+            raise ValueError("The training loader has no samples, so no batch size can be tried.")
         self.size = min(self.size or self.loader_size, self.samples)
         if self.size != self.loader_size:
             set_batch_size(loader, self.size)
@@ -331,6 +333,7 @@ class Trials:
         stack.enter_context(replaced(trainer._data_connector, prepare_data=do_nothing))
         datamodule = getattr(trainer, "datamodule", None)
         if datamodule is not None:
+            stack.callback(setattr, datamodule, "__dict__", dict(vars(datamodule)))
             stack.enter_context(replaced(datamodule, setup=do_nothing, teardown=do_nothing))
         stack.enter_context(intercepted_loaders(trainer, probe.set_size))
         strategy.connect(model)

@@ -30,7 +30,6 @@ from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, reco
 from lightning_opt.core.modules.batches import (
     UnsplittableBatchError,
     copy_containers,
-    shape_of,
     tensors_of,
 )
 from lightning_opt.core.modules.patching import do_nothing, replaced
@@ -347,3 +346,15 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                 "training_step has changed tensors of its batch in place before it ran out of "
                 f"memory ({memory_error}), so the batch cannot be retried. Change a copy of them."
             )
+
+
+def shape_of(batch: Any) -> tuple[str, int]:
+    """Return dtypes and shapes of one sample as text, and its number of elements."""
+    shapes, elements = [], 0
+    for tensor in tensors_of(batch):
+        if tensor.ndim:
+            # The shape of a nested tensor is unknown, or differs in each batch.
+            shape = "[nested]" if tensor.is_nested else list(tensor.shape[1:])
+            shapes.append(f"{str(tensor.dtype)[6:]}{shape}".replace(" ", ""))
+            elements += tensor.numel() // max(1, tensor.size(0))
+    return " ".join(shapes), elements

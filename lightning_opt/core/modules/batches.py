@@ -20,6 +20,8 @@ ADVICE = (
     "`(part, samples)`, with one entry for each of the `parts`."
 )
 
+SHARED_TYPES = (bool, int, float, complex, str, bytes, np.generic, torch.device, torch.dtype)
+
 Batch = TypeVar("Batch")
 
 
@@ -43,8 +45,8 @@ def read_batch(batch: Any) -> Reading:
     """Count the samples of a batch, and find the lists that hold samples.
 
     A list such as ``[x, y]`` holds fields with one row per sample. A list of similar entries, such
-    as ``[(image, 3), (image, 5)]``, holds samples if each entry contains a scalar, or if the
-    entries differ in length.
+    as ``[(image, 3), (image, 5)]``, holds samples if each entry contains a scalar, if the entries
+    differ in length, or if all have the same shapes and these differ in their first dimension.
 
     Raises:
         UnsplittableBatchError: If the parts of the batch have different numbers of samples, or if
@@ -153,18 +155,6 @@ def copy_containers(batch: Batch) -> Batch:
         return batch
 
 
-def shape_of(batch: Any) -> tuple[str, int]:
-    """Return dtypes and shapes of one sample as text, and its number of elements."""
-    shapes, elements = [], 0
-    for tensor in tensors_of(batch):
-        if tensor.ndim:
-            # The shape of a nested tensor is unknown, or differs in each batch.
-            shape = "[nested]" if tensor.is_nested else list(tensor.shape[1:])
-            shapes.append(f"{str(tensor.dtype)[6:]}{shape}".replace(" ", ""))
-            elements += tensor.numel() // max(1, tensor.size(0))
-    return " ".join(shapes), elements
-
-
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yield the leaves of any nested structure: a batch, arguments, a module's output.
 
@@ -229,7 +219,7 @@ def _is_shared(leaf: Any) -> bool:
     """Return whether a leaf is the same in every part."""
     if isinstance(leaf, (Tensor, np.ndarray)):
         return leaf.ndim == 0
-    return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic))
+    return leaf is None or isinstance(leaf, SHARED_TYPES)
 
 
 def _is_container(value: Any) -> bool:
@@ -270,6 +260,12 @@ def _may_hold_samples(value: Any, is_top: bool = False) -> bool:
     return len(kinds) == 1
 
 
+def _has_shapes_of_samples(value: Any) -> bool:
+    """Return whether entries have the same shapes, without a common first dimension."""
+    shapes = [[tuple(leaf.shape) for leaf in tensors_of(item) if leaf.ndim] for item in value[:2]]
+    return shapes[0] == shapes[-1] and len({shape[0] for shape in shapes[0]}) > 1
+
+
 def _has_scalar(item: Any) -> bool:
     leaves = leaves_of(item) if _is_container(item) else ()
     return any(_is_shared(leaf) and leaf is not None for leaf in leaves)
@@ -290,7 +286,8 @@ def _counts(value: Any, is_top: bool = False) -> tuple[int, ...] | None:
     fields = _field_counts(value)
     if not _may_hold_samples(value, is_top):
         return fields
-    return tuple(dict.fromkeys([*(fields or ()), len(value)]))
+    first = [len(value)] if _has_shapes_of_samples(value) else []
+    return tuple(dict.fromkeys([*first, *(fields or ()), len(value)]))
 
 
 def _field_counts(value: Any) -> tuple[int, ...] | None:
@@ -323,7 +320,7 @@ def _lists(value: Any, samples: int, is_top: bool = False) -> Iterator[tuple[int
     if not _is_container(value):
         return
     may = _may_hold_samples(value, is_top) and len(value) == samples
-    if may and samples not in (_field_counts(value) or ()):
+    if may and (_has_shapes_of_samples(value) or samples not in (_field_counts(value) or ())):
         yield id(value), True
         return
     inner = [found for _, item in _entries(value) for found in _lists(item, samples)]

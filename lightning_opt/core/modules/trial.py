@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lightning_opt.core.measure import flops
 from lightning_opt.core.measure.timing import wait_for
-from lightning_opt.core.modules.batches import tensors_of
+from lightning_opt.core.modules.batches import leaves_of, tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import do_nothing, replaced
@@ -157,6 +157,27 @@ def prepare_batch(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
+def copy_batch(batch: Any) -> Any:
+    """Return a copy for a trial step. Tensors have no graph, and objects such as locks are shared.
+
+    Raises:
+        ValueError: For a batch that holds an iterator, which a trial would use up.
+    """
+    memo: dict[int, Any] = {}
+    for leaf in leaves_of(batch):
+        try:
+            copied = copy.deepcopy(leaf, memo)
+        except Exception as error:
+            if isinstance(leaf, Iterator):
+                raise ValueError(
+                    f"A step cannot be tried out with a batch that holds a {type(leaf).__name__}: "
+                    "the trial would use it up. Make it a list in collate_fn."
+                ) from error
+            copied = leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        memo[id(leaf)] = copied
+    return copy.deepcopy(batch, memo)
+
+
 def _argument_count(training_step: Callable[..., Any]) -> int:
     """Return 1 if ``training_step`` takes only a batch, 2 if it also takes the index."""
     kinds = [p.kind for p in inspect.signature(training_step).parameters.values()]
@@ -185,7 +206,7 @@ class TrialStep:
         """
         module = self._module
         with without_side_effects(self._trainer, module, self.parameters):
-            batch = copy.deepcopy(self._batch)  # outside the measurement
+            batch = copy_batch(self._batch)  # outside the measurement
             self._make_gradients()
             wait_for(module.device)
             with ExitStack() as measured:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from lightning_opt.core.arguments import (
 )
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.sharding import step_groups
+from lightning_opt.core.modules.trial import copy_batch
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -210,7 +210,7 @@ class CurvaturePreconditioner(GradientCallback):
     ) -> None:
         """Copy the batch for the estimate: ``training_step`` may change it."""
         if self._steps % self.every_n_steps == 0:
-            self._batch = (copy.deepcopy(batch), batch_idx)
+            self._batch = (copy_batch(batch), batch_idx)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Drop the batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -20,7 +19,7 @@ from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.lazy import raise_if_lazy
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, reduce_over
-from lightning_opt.core.modules.trial import loss_of, without_side_effects
+from lightning_opt.core.modules.trial import copy_batch, loss_of, without_side_effects
 from lightning_opt.trainer.lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning_opt.trainer.run_callback import raise_if_dataloader_iter
 
@@ -104,11 +103,11 @@ def twice_differentiable_loss(
             loss = None
             if part is not batch:
                 try:
-                    loss = loss_of(trainer, module, copy.deepcopy(part), batch_idx)
+                    loss = loss_of(trainer, module, copy_batch(part), batch_idx)
                 except Exception as error:  # noqa: BLE001 - raised again if all of the batch fails
                     part, why = batch, f"the step failed with a part of one ({error})"
             if part is batch:
-                loss = loss_of(trainer, module, copy.deepcopy(batch), batch_idx)
+                loss = loss_of(trainer, module, copy_batch(batch), batch_idx)
                 if fraction < 1:
                     advice = "Set fraction=1.0 to silence this warning."
                     rank_zero_warn(f"{owner} uses whole batches: {why}. {advice}")

@@ -17,6 +17,7 @@ from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.numerics.scalars import Condition, to_plain
 from lightning_opt.gradients.guard.detector import SPIKES, Kind
+from lightning_opt.trainer.run_callback import has_step_hooks
 
 Policy: TypeAlias = Literal["skip", "rollback", "raise"]
 Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
@@ -250,7 +251,8 @@ class UpdateControl:
         for parameter in parameters_of(self.optimizer):
             self._changes.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        own = getattr(self.optimizer, "_optimizer_step_post_hooks", {})
+        optimizer = self.optimizer
+        own = optimizer._optimizer_step_post_hooks if has_step_hooks(optimizer) else {}
         for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
             hook(self.optimizer, (), kwargs)
 

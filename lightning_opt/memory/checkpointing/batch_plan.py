@@ -352,7 +352,8 @@ def plan_batch(
 
 def batch_shapes(batch: Any) -> Shapes:
     """Return the shapes of the tensors in a batch of any structure."""
-    return tuple(tuple(tensor.shape) for tensor in _tensors(batch, set()))
+    tensors = _tensors(batch, set())
+    return tuple((one.numel(),) if one.is_nested else tuple(one.shape) for one in tensors)
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -368,6 +368,31 @@ class Frozen(list[Any]):
     batch_size = 5
 
 
+class ReadOnly(list[Any]):
+    batch_size = property(lambda self: 5)
+
+
+class OwnTrainer(Trainer):
+    def _run(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._run(model, *args, **kwargs)
+
+
+class CountingData(LightningDataModule):
+    requests = 0
+
+    def train_dataloader(self) -> Any:
+        self.requests += 1
+        return loader_of()
+
+
+def test_trials_do_not_count_as_requests_to_the_data_module():
+    data = CountingData()
+    trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=PLENTY, max_size=8)])
+    trainer.__class__ = OwnTrainer
+    trainer.fit(Net(), data)
+    assert data.requests == 1
+
+
 @pytest.mark.parametrize("limit", ["max_steps", "max_epochs", "limit_train_batches"])
 def test_run_without_steps_searches_nothing(limit):
     callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=8)
@@ -382,6 +407,8 @@ def test_incompatible_settings_raise():
         (free, batches, "not a torch DataLoader"),
         (free, DataLoader(batches, batch_size=None), "its dataset makes the batches"),
         (free, DataLoader(Numbered(60), batch_sampler=Frozen(range(12))), "ignores batch_size"),
+        (free, DataLoader(Numbered(60), batch_sampler=ReadOnly(range(12))), "ignores batch_size"),
+        (free, DataLoader(Numbered(0), batch_size=5), "no samples"),
         (free, CombinedLoader({"a": loader_of(), "b": loader_of()}), "one training loader"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -43,7 +43,7 @@ BATCHES = {
     "ordered": OrderedDict(z=X, a=X),
     "encoding": Encoding({"ids": X}),
     "names": {"ids": X, "names": list("abcdefg"), "codes": tuple(range(7))},
-    "shared": {"ids": X, "scale": 2.0, "none": None, "scalar": torch.tensor(3), "text": "abc"},
+    "shared": {"ids": X, "scale": 2.0, "none": None, "scalar": torch.tensor(3), "at": X.device},
     "array": {"ids": np.arange(7), "x": X},
 }
 
@@ -106,6 +106,15 @@ def test_unsplittable_batch_raises_with_advice(batch, message):
     with pytest.raises(lo.UnsplittableBatchError, match=message) as caught:
         lo.split_batch(batch, 1)
     assert "split(batch, parts)" in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_pairs_without_common_rows_are_samples(number):
+    batch = [(torch.randn(8), torch.randn(1)) for _ in range(number)]
+    assert read_batch(batch).samples == number
+    parts = lo.split_batch(batch, 1)
+    assert all(part[0] is pair for part, pair in zip(parts, batch, strict=True))
+    assert read_batch([(X, X[:, :1])] * number).samples == 7
 
 
 class Graphs:

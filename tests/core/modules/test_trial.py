@@ -1,6 +1,7 @@
 """Trial steps have no side effects, not even on parameters that the step itself writes."""
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_opt.core.modules.trial import (
     TrialStep,
     WrittenParameters,
     all_parameters,
+    copy_batch,
     without_side_effects,
 )
 from tests.helpers.models import (
@@ -233,3 +235,14 @@ def train_under_ddp() -> None:
 
 def test_trials_do_not_change_what_ddp_knows_about_parameters():
     launch(train_under_ddp)
+
+
+def test_batch_that_cannot_be_copied_is_copied_in_parts():
+    lock, rows = threading.Lock(), torch.ones(2, requires_grad=True) * 2
+    copied = copy_batch({"lock": lock, "rows": [rows]})
+    assert copied["lock"] is lock
+    assert not copied["rows"][0].requires_grad
+    assert torch.equal(copied["rows"][0], rows)
+    assert copied["rows"][0].data_ptr() != rows.data_ptr()
+    with pytest.raises(ValueError, match="holds a generator: the trial would use it up"):
+        copy_batch({"rows": rows, "more": (row for row in rows)})

@@ -191,6 +191,7 @@ def test_shapes_of_any_batch_structure_are_found() -> None:
     batches = x, {"x": [x]}, UserDict(input_ids=x), Pair(x)  # Transformers' batches are UserDicts
     assert [batch_shapes(batch) for batch in batches] == [((2, 3),)] * 4
     assert growth(batch_shapes(torch.zeros(())), batch_shapes(torch.ones(()))) == 1.0
+    assert batch_shapes([torch.nested.as_nested_tensor([x, x], layout=torch.jagged)]) == ((12,),)
 
 
 class Attention(nn.Module):
