@@ -136,7 +136,10 @@ class GradientCallback(RunCallback):
                 "Call step() of self.optimizers(), or of the argument of optimizer_step."
             )
             self._has_warned = True
-        self._was_called = False
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait for the next call of ``on_before_optimizer_step``."""
+        self._was_called = False  # not after a step: a subclass's `step` and its base run all hooks
 
     def _find_parameters(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._held = dict(enumerate(map(parameters_of, trainer.optimizers)))
