@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_opt.core.measure.exhaustion import empty_cache
 from lightning_opt.core.measure.memory import (
     MB,
     MemoryLimits,
@@ -49,10 +50,7 @@ class LimitMeter:
 
     def start(self) -> None:
         # Memory kept for reuse would count as the peak. Garbage collection would slow the batch.
-        if self._device.type == "cpu":
-            malloc_trim()
-        elif self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self._device)
         self._meter.start()
 
     def read(self) -> Peak:

@@ -179,7 +179,6 @@ class GradientCallback(RunCallback):
         If the callback directly before this one is a gradient callback, its measurement is reused.
         Any other callback may have changed the gradients, so they are measured again.
         """
-        self._was_called = True
         index = trainer.optimizers.index(optimizer)
         step = self._measured_by._pop_measurement(index) if self._measured_by else None
         if step is None:

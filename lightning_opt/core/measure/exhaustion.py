@@ -50,6 +50,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_unused(device: torch.device) -> None:
     gc.collect()
+    empty_cache(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Return the memory to the system that an allocator keeps for reuse."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "cpu":

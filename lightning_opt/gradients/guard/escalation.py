@@ -254,7 +254,7 @@ class UpdateControl:
         optimizer = self.optimizer
         own = optimizer._optimizer_step_post_hooks if has_step_hooks(optimizer) else {}
         for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
-            hook(self.optimizer, (), kwargs)
+            hook(optimizer, (), kwargs)
 
     def _apply(self) -> None:
         optimizer = self.optimizer
