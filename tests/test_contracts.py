@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import inspect
+import io
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner
-from lightning_opt.profiling.run_report import page
+from lightning_opt.profiling.run_report import page, run_report
 from lightning_opt.worker.recipes import instantiate
 from tests.helpers.footprint import counts_in, model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import (
@@ -255,6 +256,15 @@ def run_cli(*arguments: str) -> LightningCLI:
     )
 
 
+def pickled(callback: Callback) -> bytes:
+    """Return bytes that are equal for equal objects, whatever parts they share."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.fast = True
+    pickler.dump(callback)
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize("number", range(max(map(len, CASES.values()))))
 def test_lightning_cli_round_trip_keeps_settings(number, tmp_path, monkeypatch, capsys):
     """One configuration holds the case of this number of every callback that has so many."""
@@ -277,11 +287,14 @@ def test_lightning_cli_round_trip_keeps_settings(number, tmp_path, monkeypatch, 
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
 
+    monkeypatch.setattr(run_report, "perf_counter", lambda: 0.0)  # a RunReport holds its start
     cli = run_cli("--config", str(printed))
     created = {type(c).__name__: c for c in cli.trainer.callbacks if type(c).__name__ in settings}
     assert created.keys() == settings.keys()
     for name, callback in created.items():
-        assert_same_weights(fit(callback), fit(build(name, settings[name])))
+        expected = build(name, settings[name])
+        assert callback.state_key == expected.state_key  # it may become an attribute
+        assert pickled(callback) == pickled(expected), name
 
 
 @pytest.mark.parametrize("name", WRONG)

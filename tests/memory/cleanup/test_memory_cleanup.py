@@ -97,7 +97,6 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     gc.disable()
     yield base
     gc.enable()
-    gc.unfreeze()
 
 
 def train(*callbacks: Callback, batches: int = 60, **settings: Any) -> MemoryLogger:

@@ -5,7 +5,7 @@ import gc
 import itertools
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,12 +30,10 @@ needs_heap = pytest.mark.skipif(malloc_info() is None, reason="needs glibc's mal
 
 
 @pytest.fixture(autouse=True)
-def _searches_are_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _searches_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the objects of pytest and other tests in this process."""
     monkeypatch.setattr(leak_detector, "user_modules", lambda: [(leaky.__name__, leaky)])
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def train(model: Any, detector: lo.LeakDetector, **settings: Any) -> lo.LeakDetector:
