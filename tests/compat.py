@@ -41,7 +41,8 @@ NEEDED = (
     *("cloudpickle", "lazy-loader", "torchmetrics", "nvidia-ml-py", "psutil"),
     *("pytest>=8.3", "pytest-timeout", "pytest-xdist", "hypothesis>=6.100", "numpy<2.4"),
     *("matplotlib>=3.8", "jsonargparse[signatures]>=4.35", "scikit-learn>=1.4"),
-    *("zclip==1.0.0", "transformers", "tensorboard"),
+    *("zclip==1.0.0", "lmdb>=1.4", "tensorboard"),
+    "transformers<5.1",  # newer ones need torch 2.6
 )
 
 

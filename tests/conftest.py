@@ -6,7 +6,6 @@ torch and Lightning are imported when collection begins: xdist's controller proc
 import functools
 import gc
 import importlib
-import inspect
 import logging
 import multiprocessing.process
 import os
@@ -64,21 +63,8 @@ def _prepare() -> None:
         torch.distributed.fsdp.fully_shard = importlib.import_module(
             "torch.distributed._composable.fsdp"
         ).fully_shard
-    trainer = lightning.pytorch.Trainer
-    if "weights_only" not in inspect.signature(trainer.fit).parameters:  # before Lightning 2.6
-        trainer.fit = _without_weights_only(trainer.fit)  # type: ignore[method-assign]
     importlib.import_module("tests.helpers.ample_memory")
     importlib.import_module("tests.helpers.trainers")
-
-
-def _without_weights_only(fit: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a ``fit`` of older Lightning, which always loads whole checkpoints."""
-
-    @functools.wraps(fit)
-    def older(*args: Any, weights_only: bool | None = None, **settings: Any) -> None:
-        fit(*args, **settings)
-
-    return older
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """A quiet Trainer, records of what it logs, and a callback that records gradient norms."""
 
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,20 @@ from torch.optim import Optimizer
 
 # Otherwise each Trainer reads the metadata of every installed package.
 registry.entry_points = functools.cache(registry.entry_points)
+
+
+def _without_weights_only(fit: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a ``fit`` of older Lightning, which always loads whole checkpoints."""
+
+    @functools.wraps(fit)
+    def older(*args: Any, weights_only: bool | None = None, **settings: Any) -> None:
+        fit(*args, **settings)
+
+    return older
+
+
+if "weights_only" not in inspect.signature(Trainer.fit).parameters:  # before Lightning 2.6
+    Trainer.fit = _without_weights_only(Trainer.fit)  # type: ignore[method-assign]
 
 
 def quiet_trainer(**settings: Any) -> Trainer:

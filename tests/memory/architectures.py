@@ -208,6 +208,10 @@ class Nested(Architecture):
 class Autocast(Transformer):
     """bf16 autocast inside the model."""
 
+    def block(self) -> nn.Module:
+        # For two heads, torch 2.5 takes a fast path in validation, which fails under autocast.
+        return nn.TransformerEncoderLayer(WIDTH, 1, 16, dropout=0.2, batch_first=True)
+
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().forward(x)

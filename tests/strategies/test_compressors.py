@@ -211,6 +211,12 @@ def test_scaled_gradient_is_added_to_the_residual(compressor, dtype):
 # --- compilation ------------------------------------------------------------------------------
 
 
+loads_packages = pytest.mark.skipif(
+    not hasattr(torch._inductor, "aoti_load_package"), reason="needs torch 2.6"
+)
+
+
+@loads_packages
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_quantization_gives_the_same_bits(monkeypatch, tmp_path):
@@ -238,6 +244,7 @@ def test_compiled_quantization_gives_the_same_bits(monkeypatch, tmp_path):
     assert later_run.compiled is not None
 
 
+@loads_packages
 def test_kept_function_is_used_only_if_it_gives_the_same_bits(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     folder = Quantizer(4, 34)._folder()
@@ -251,6 +258,7 @@ def test_kept_function_is_used_only_if_it_gives_the_same_bits(monkeypatch, tmp_p
         assert (quantizer.compiled is function) == is_used
 
 
+@loads_packages
 def test_machines_with_other_instructions_keep_other_functions(monkeypatch):
     folders = []
     for flags in ({"avx2"}, {"avx2", "bmi2"}, {"bmi2", "avx2"}):

@@ -1,7 +1,7 @@
 """docs/zoo.json covers every model and feature, and a sample gives the recorded outcome.
 
-``make matrix`` runs all pairs. Here each model is trained with every twentieth feature, starting one
-later than the model before it, so each feature is tested with one of the twenty models.
+``make matrix`` runs all pairs. Here each model is trained with every twentieth feature, starting
+one later than the model before it, so each feature is tested with one of the twenty models.
 """
 
 import pytest

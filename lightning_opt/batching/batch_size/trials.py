@@ -324,6 +324,7 @@ class Trials:
                 profiler=package.profilers.PassThroughProfiler(),
                 limit_train_batches=1.0,
                 limit_val_batches=0,
+                val_check_interval=1.0,  # older Lightning compares a number with the batches
                 accumulate_grad_batches=1,
                 reload_dataloaders_every_n_epochs=0,
                 should_stop=False,
