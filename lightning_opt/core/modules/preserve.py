@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import io
+import itertools
 import math
 import random
 from collections import deque
@@ -108,13 +110,11 @@ class StepState:
     ) -> None:
         before: dict[str, Any] = {}
         for name, value, kind in state_attributes(attributes):
-            if kind == "tensor":
-                # A tensor with a graph is created by each step; a copy would keep its graph alive.
-                if value.grad_fn is None:
-                    self._save_tensor(attributes, name, value, MAX_ATTRIBUTE_BYTES)
-            else:
+            if kind == "tensor" and value.grad_fn is None:
+                self._save_tensor(attributes, name, value, MAX_ATTRIBUTE_BYTES)
+            else:  # steps create tensors with a graph anew, and do not write them
                 before[name] = value
-                if kind != "plain":
+                if kind not in ("plain", "tensor"):
                     self._save_contents(value, kind, visited, depth + 1)
         names = set(attributes)
 
@@ -222,12 +222,19 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Run forward and backward passes on ``model`` and restore its state at the end.
 
     Gradients are ``None`` inside the context. At the end, gradients, ``requires_grad``, training
-    modes and everything that :class:`StepState` covers are restored. Parameters are not copied, so
-    no optimizer may step.
+    modes and everything that :class:`StepState` covers are restored. Iterators in attributes return
+    the same items again. Parameters are not copied, so no optimizer may step.
     """
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     state = StepState(model, parameters[0][0].device if parameters else torch.device("cpu"))
     state.take()
+    undo = [
+        _lend(vars(module), name)
+        for module in model.modules()
+        if has_user_state(type(module))
+        for name, value in list(vars(module).items())
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+    ]
     modes = [(module, module.training) for module in model.modules()]
     for parameter, _, _ in parameters:
         parameter.grad = None
@@ -239,7 +246,25 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for parameter, gradient, requires_grad in parameters:
             parameter.requires_grad = requires_grad  # unlike the method, for lazy ones too
             parameter.grad = gradient
+        for give_back in undo:
+            give_back()
         state.restore(parameters=False)  # last, because it may raise
+
+
+def _lend(attributes: dict[str, Any], name: str) -> Undo:
+    """Replace an iterator by one with the same items, until the returned function is called."""
+    original = attributes[name]
+    lent, kept = itertools.tee(original)
+    is_used = False
+
+    def items() -> Iterator[Any]:
+        nonlocal is_used
+        for item in lent:
+            is_used = True
+            yield item
+
+    attributes[name] = items()
+    return lambda: attributes.update({name: kept if is_used else original})
 
 
 def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> list[Undo]:

@@ -1,5 +1,6 @@
 """The state changed by a step is restored, in every batch."""
 
+import itertools
 import random
 
 import numpy as np
@@ -62,6 +63,7 @@ class Busy(nn.Module):
         self.register_buffer("first", None)
         self.teachers = [nn.BatchNorm1d(3)]  # not registered
         self.config, self.counts = Frozen(width=2), Counts(steps=1)
+        self.hidden = torch.zeros(3)
 
     def forward(self, x):
         noise = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002
@@ -73,6 +75,7 @@ class Busy(nn.Module):
         self.queue[0] += 1
         self.ema.mul_(0.9).add_(1)
         self.mean = self.mean + x.mean(dim=0)
+        self.hidden = self.hidden.detach() + x.mean(dim=0) * self.norm.weight  # has a graph
         self.large.add_(1)
         self.count += 1
         self.seen.append(self.count)
@@ -94,7 +97,7 @@ class Busy(nn.Module):
 def state_of(module):
     tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     metric = {name: getattr(module.error, name).clone() for name in module.error._defaults}
-    tensors |= {name: getattr(module, name).clone() for name in ("ema", "mean", "large")}
+    tensors |= {name: getattr(module, name).clone() for name in ("ema", "mean", "large", "hidden")}
     tensors |= {"meter": module.meter.mean.clone(), "inner": module.outputs["state"]["ema"].clone()}
     tensors["histogram"] = torch.tensor(module.histogram)
     tensors |= {f"teacher {name}": b.clone() for name, b in module.teachers[0].named_buffers()}
@@ -163,6 +166,22 @@ def test_preserved_restores_gradients_modes_and_state():
     torch.testing.assert_close(state_of(module)[:2], expected[:2], rtol=0.0, atol=0.0)
     assert state_of(module)[2] == expected[2]
     assert module(x) == noise
+
+
+def test_iterators_in_attributes_lose_no_items(tmp_path):
+    module = Busy()
+    module.used, module.unused = iter([1, 2, 3]), itertools.count()
+    module.endless, unused = itertools.cycle("abc"), module.unused
+    module.log_file = (tmp_path / "log").open("w")
+    for taken in (2, 1):
+        with preserved(module):
+            module.log_file.write("step")
+            assert [next(module.used) for _ in range(taken)] == [1, 2][:taken]
+            assert [next(module.endless) for _ in range(4)] == ["a", "b", "c", "a"]
+    module.log_file.close()
+    assert list(module.used) == [1, 2, 3]
+    assert next(module.endless) == "a"
+    assert module.unused is unused
 
 
 def test_global_random_states_are_restored_with_the_second_number_of_a_pair():
