@@ -33,8 +33,9 @@ from lightning_opt.core.numerics.norms import as_real
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-TOLERANCE = 1e-3
-"""Differences up to this share of the gradient's norm count as rounding."""
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2
+"""Differences up to this share of the gradient's norm, or of a logged value, count as rounding. The
+second is for models with 16-bit parameters."""
 
 ROUNDING = 1e-6
 """Absolute differences between logged values up to this count as rounding."""
@@ -136,6 +137,7 @@ class Comparison:
         fails_on_parts: Whether the batch cannot be split, or ``training_step`` fails on its parts.
         ran_out: Whether memory ran out.
         error: Norm of the difference between the gradients, as a share of the gradient's norm.
+        tolerance: The share that counts as rounding.
         parameters: Names of parameters that ``training_step`` changes.
         state: Names of buffers and attributes that each step changes.
         logged: Names of logged values that are not the mean of the parts' values.
@@ -157,6 +159,8 @@ class Comparison:
         # Without MicroBatching, each batch of a window updates these vectors.
         self._reset_vectors = spectral_norm_vectors(module) if runs_parts else []
         self.problem, self.fails_on_parts, self.ran_out, self.error = "", False, False, 0.0
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
+        self.tolerance = TOLERANCE_16_BIT if half else TOLERANCE
         self.parameters: list[str] = []
         self.state: list[str] = []
         self.logged: list[str] = []
@@ -220,7 +224,7 @@ class Comparison:
                 "the gradient is not finite. If a part of a batch has no labelled tokens, divide "
                 "by `count.clamp(min=1)`."
             )
-        elif difference > TOLERANCE * norm and noise > difference / 10:
+        elif difference > self.tolerance * norm and noise > difference / 10:
             moved = sorted(advanced(after_one_step, after_two_steps, after_two_steps))
             cause = f"training_step changes {moved[:MAX_NAMES]}, or because of" if moved else "of"
             self.problem = (
@@ -233,9 +237,9 @@ class Comparison:
                 values = [part_logged.get(name, math.nan) for part_logged in logged_in_parts]
                 weighted = (value * share for value, share in zip(values, shares, strict=True))
                 mean = float(sum(weighted) / sum(shares))
-                if value and math.isclose(value, sum(values), rel_tol=TOLERANCE):
+                if value and math.isclose(value, sum(values), rel_tol=self.tolerance):
                     self.sums.add(name)
-                elif abs(value - mean) > TOLERANCE * abs(value) + ROUNDING:
+                elif abs(value - mean) > self.tolerance * abs(value) + ROUNDING:
                     self.logged.append(name)
 
     def _step_parts(self, parts: Pieces) -> Iterator[tuple[Tensor, dict[str, float]]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_opt.batching.comparison import MAX_NAMES, TOLERANCE, Comparison
+from lightning_opt.batching.comparison import MAX_NAMES, Comparison
 from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.measure.exhaustion import recover_memory
 from lightning_opt.core.modules.batches import UnsplittableBatchError
@@ -17,9 +16,6 @@ from lightning_opt.trainer.lightning import DDPStrategy, SingleDeviceStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-TOLERANCE_16_BIT = 5e-2
-"""The tolerance for models with 16-bit parameters."""
 
 CHECKED_BATCHES = (1, 4, 16, 64)
 """Numbers of the batches to check. The first batch is not enough: it may have no padding."""
@@ -92,8 +88,7 @@ class SplitCheck:
             raise UnsplittableBatchError(found.problem)
         self.sums |= found.sums
         self.parameters_change |= bool(found.parameters)
-        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
-        self._record_findings(found, TOLERANCE_16_BIT if half else TOLERANCE)
+        self._record_findings(found)
         if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()):
             self._messages["BatchNorm"] = (
                 "BatchNorm takes its statistics from the samples of one training_step, so "
@@ -132,7 +127,7 @@ class SplitCheck:
             found.problem = "another rank could not run parts of its batch."
         found.fails_on_parts = bool(fails_on_parts)
 
-    def _record_findings(self, found: Comparison, tolerance: float) -> None:
+    def _record_findings(self, found: Comparison) -> None:
         names = [*found.parameters, *(found.state if self._runs_parts else ())]
         if names:
             self._messages["state"] = (
@@ -148,7 +143,7 @@ class SplitCheck:
                 )
             return
         self._has_compared = True
-        if found.error > tolerance:
+        if found.error > found.tolerance:
             per_token = "loss='mean_over_tokens'" if self._runs_parts else "normalize='tokens'"
             self._messages["gradient"] = (
                 "the parts of a batch do not add up to its gradient: for a few samples they are "

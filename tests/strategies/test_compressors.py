@@ -349,6 +349,7 @@ def test_invalid_arguments_raise(make, word):
         make()
 
 
+@loads_packages
 def test_compiler_ends_if_its_priority_cannot_be_set(monkeypatch, tmp_path):
     class Started(subprocess.Popen):
         def __init__(self, *arguments, **settings):

@@ -84,6 +84,13 @@ def test_mean_over_tokens_warns_whenever_lengths_differ(precision):
     assert not warned(Noisy("samples"), micro, precision=precision)
 
 
+def test_rounding_of_16_bit_losses_is_no_difference():
+    net, micro = Lengths("samples"), lo.MicroBatching(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "MicroBatching logs")
+        quiet_trainer(callbacks=[micro], precision="bf16-true").fit(net)
+
+
 def warned_with_padding_on_rank_1() -> bool:
     net = Lengths(padded=100 * (os.environ["RANK"] == "0"))
     return warned(net, lo.MicroBatching(4), strategy="ddp", devices=2)
