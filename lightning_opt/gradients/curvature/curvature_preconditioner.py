@@ -233,8 +233,11 @@ class CurvaturePreconditioner(GradientCallback):
             log_scalars(trainer, {f"precondition/{k}": v for k, v in self._latest.items()})
 
     def _estimate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        named = module.named_parameters()
-        params = {plain_name(name): p for name, p in named if p.requires_grad}
+        params = {
+            self.names.get(p, plain_name(name)): p  # pruning renames parameters in mid-run
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
         assert self._batch is not None
         # Seeded by the step, so that a resumed run draws the same signs.
         estimate_index = self._steps // self.every_n_steps

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
@@ -296,6 +298,18 @@ def test_batch_without_loss_is_no_estimate_of_zero():
     callback = preconditioner(every_n_steps=1)
     fit(LossOfOddBatches(), callback, batches=3, accumulate_grad_batches=3)  # the last has none
     assert list(callback.state_dict()["mass"].values()) == [0.0] * 4
+
+
+def test_parameters_that_pruning_renames_keep_their_estimates():
+    class Prunes(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                prune.identity(pl_module.layer[0], "weight")
+
+    model, callback = SmallNet(), preconditioner(every_n_steps=1)
+    fit(model, callback, Prunes(), max_epochs=2)
+    assert hasattr(model.layer[0], "weight_orig")
+    assert callback.state_dict()["average"].keys() == dict(SmallNet().named_parameters()).keys()
 
 
 class ChangesBatch(SmallNet):
