@@ -250,7 +250,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             with loops.utilities._block_parallel_sync_behavior(strategy, no_reduction):
                 loss, extra = self._forward(piece, number)
                 results.append(extra)
-                self._prepare_gradients()
+                self._prepare_gradients(is_split=len(pieces) > 1)
                 skipped += loss is None
                 if skipped and skipped != number + 1:
                     raise RuntimeError(
@@ -285,13 +285,20 @@ class BatchRunner(AbstractClosure[ClosureResult]):
             result = step()
         return result.closure_loss, result.extra
 
-    def _prepare_gradients(self) -> None:
+    def _prepare_gradients(self, is_split: bool) -> None:
         """Zero gradients once per batch, and copy the gradients of earlier batches for a retry."""
         if not self._is_zeroed:
             if self._zero_grad is not None:
+                before = [version_of(parameter) for parameter in self._parameters]
                 self._is_in_hook = True
                 self._zero_grad()
                 self._is_in_hook = False
+                if is_split and before != [version_of(p) for p in self._parameters]:
+                    Closure.warning_cache.warn(
+                        "MicroBatching: on_before_zero_grad changes parameters after the first "
+                        "micro-batch, so the others see other values than a whole batch would. "
+                        "Change them in on_train_batch_end."
+                    )
             self._is_zeroed = True
         if self._state is not None and self._earlier_gradients is None:
             earlier = {p: p.grad for p in self._parameters if p.grad is not None}

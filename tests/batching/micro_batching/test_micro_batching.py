@@ -328,6 +328,16 @@ def test_in_place_changes_raise_instead_of_a_retry(kind, error):
         train(lo.MicroBatching(), net=kind(fits=4))
 
 
+def test_parameters_changed_between_micro_batches_warn():
+    class Averaged(SmallNet):
+        def on_before_zero_grad(self, optimizer):
+            with torch.no_grad():
+                self.layer[0].bias.mul_(0.9)
+
+    with pytest.warns(UserWarning, match="Change them in on_train_batch_end"):
+        quiet_trainer(callbacks=[lo.MicroBatching(2)]).fit(Averaged())
+
+
 def test_entries_added_by_training_step_stay_in_the_batch():
     class AddsEntry(Net):
         def training_step(self, batch, batch_idx):
