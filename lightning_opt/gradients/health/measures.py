@@ -180,6 +180,9 @@ class ActivationWatch:
         self._batches: list[tuple[int, int, tuple[str, ...], Tensor]] = []
         self._batch = (0, 0)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationWatch:
+        return ActivationWatch()  # a copy of the model keeps its hooks, and nobody reads them
+
     def watch(self, model: nn.Module) -> bool:
         """Add the hooks. Return False if there are none, as for a compiled model."""
         self.stop()

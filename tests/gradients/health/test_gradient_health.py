@@ -1,5 +1,6 @@
 """GradientHealth in Trainers: measurements, logs, resume and errors."""
 
+import copy
 import json
 import math
 import statistics
@@ -128,6 +129,25 @@ def test_nested_activations_are_watched():
     nn.init.constant_(model.layer[2].weight, math.nan)
     fit(model, health, max_steps=4, limit_val_batches=0)
     assert health.issues[0].place == "layer.2"
+
+
+def test_copy_of_the_model_is_not_watched():
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            self.records = len(health._activations._batches)
+
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            copied = copy.deepcopy(pl_module)
+            self.watches = [hook.func.__self__ for hook in hooks_of(copied)]
+            copied.layer(torch.randn(4, 6))
+
+    def hooks_of(model):
+        return [hook for part in model.modules() for hook in part._forward_hooks.values()]
+
+    copies, health = Copies(), lo.GradientHealth(activations=True)
+    fit(SmallNet(), health, copies)
+    assert copies.records == 12
+    assert [watch._outputs for watch in copies.watches] == [[]] * 3
 
 
 def test_compiled_model_gets_no_hooks():
