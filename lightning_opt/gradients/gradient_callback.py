@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,7 +193,7 @@ class GradientCallback(RunCallback):
             barrier = other.barriers.get(index)
             if isinstance(barrier, Tensor):
                 norms = GradientNorms(step.norms.per_tensor, step.norms.total + barrier)
-                step = GradientStep(step.gradients, norms, step.grad_scale, step.names)
+                step = replace(step, norms=norms)
         return index, step
 
     def _skips_on_host(self, index: int) -> bool:

@@ -59,15 +59,14 @@ class DiagonalPreconditioner:
         """Add an estimate by parameter name if it is finite. Never waits for the device."""
         estimates = [part.float() for part in diagonal.values()]
         finite = torch.stack([torch.isfinite(part).all() for part in estimates]).all()
+        share = 1.0 - self.beta
         for name, new in zip(diagonal, estimates, strict=True):
             # A loaded average is on the host.
             old = self._average.get(name, torch.zeros_like(new)).to(new.device)
             weight_sum = self._weight_sum.get(name, new.new_zeros(())).to(new.device)
             # `where` is needed because NaN times a weight of zero is NaN.
-            self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
-            self._weight_sum[name] = weight_sum.lerp(
-                torch.where(finite, 1.0, weight_sum), 1.0 - self.beta
-            )
+            self._average[name] = old.lerp(torch.where(finite, new, old), share)
+            self._weight_sum[name] = weight_sum.lerp(torch.where(finite, 1.0, weight_sum), share)
         self._factors = {}
 
     @torch.no_grad()
@@ -92,17 +91,15 @@ class DiagonalPreconditioner:
 
     def average(self) -> dict[str, Tensor]:
         """Return the bias-corrected average by name, in float32."""
-        return {
-            name: part / self._weight_sum[name].clamp_min(MIN_WEIGHT_SUM)
-            for name, part in self._average.items()
-        }
+        return {name: self._corrected(name) for name in self._average}
+
+    def _corrected(self, name: str) -> Tensor:
+        return self._average[name] / self._weight_sum[name].clamp_min(MIN_WEIGHT_SUM)
 
     def _factor(self, name: str, like: Tensor) -> Tensor:
-        weight_sum = self._weight_sum[name]
-        corrected = self._average[name] / weight_sum.clamp_min(MIN_WEIGHT_SUM)
-        divisor = corrected.abs_().pow_(self.power).add_(self.damping)
-        factor = torch.where(weight_sum > 0, divisor.reciprocal_().clamp_max_(MAX_FACTOR), 1.0)
-        return factor.to(like)
+        divisor = self._corrected(name).abs_().pow_(self.power).add_(self.damping)
+        factor = divisor.reciprocal_().clamp_max_(MAX_FACTOR)
+        return torch.where(self._weight_sum[name] > 0, factor, 1.0).to(like)
 
     def state_dict(self) -> dict[str, Any]:
         return {"average": dict(self._average), "mass": dict(self._weight_sum)}

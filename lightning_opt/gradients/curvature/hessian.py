@@ -264,7 +264,7 @@ def largest_eigenvalue(
     previous = torch.zeros_like(current)
     beta_on_device = current.new_zeros((), dtype=torch.float64)
     diagonal: list[float] = []
-    off_diagonal: list[float] = [0.0]
+    off_diagonal: list[float] = []
     best = Eigenvalue(math.nan, math.inf, 0)
     for iteration in range(1, max_iterations + 1):
         remainder = multiply(current).addcmul_(previous, beta_on_device, value=-1)
@@ -276,7 +276,7 @@ def largest_eigenvalue(
         diagonal.append(alpha)
         if not math.isfinite(alpha) or not math.isfinite(beta):
             return Eigenvalue(math.nan, math.inf, iteration)
-        value, last = _top_of_tridiagonal(diagonal, off_diagonal[1:])
+        value, last = _top_of_tridiagonal(diagonal, off_diagonal)
         best = Eigenvalue(value, abs(beta * last), iteration)
         scale = max(map(abs, (*diagonal, *off_diagonal)))
         # In an invariant subspace the next direction is zero, and the eigenvalue is exact.
@@ -338,8 +338,6 @@ def _average(draw: Callable[[], list[Tensor]], n_samples: int) -> Estimate[tuple
             delta = sample - means[index]
             means[index] = means[index] + delta / count
             squares[index] = squares[index] + delta * (sample - means[index])
-    if n_samples < 2:
-        errors = [torch.full_like(mean, torch.nan) for mean in means]
-    else:
-        errors = [(square / (n_samples - 1) / n_samples).sqrt() for square in squares]
+    # 0 / 0 is NaN for a single sample.
+    errors = [(square / (n_samples - 1) / n_samples).sqrt() for square in squares]
     return Estimate(tuple(means), tuple(errors))

@@ -175,10 +175,9 @@ class ActivationWatch:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._active = False
         self._outputs: list[tuple[str, Tensor]] = []  # names and magnitudes of this batch
         self._batches: list[tuple[int, int, tuple[str, ...], Tensor]] = []
-        self._batch = (0, 0)
+        self._batch: tuple[int, int] | None = None  # the epoch and number of a batch that runs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationWatch:
         return ActivationWatch()  # a copy of the model keeps its hooks, and nobody reads them
@@ -200,11 +199,11 @@ class ActivationWatch:
         self.__init__()  # type: ignore[misc]
 
     def start_batch(self, epoch: int, batch: int) -> None:
-        self._active, self._batch = True, (epoch, batch)
+        self._batch = (epoch, batch)
 
     @torch.no_grad()
     def _measure(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in tensors_of(output) if self._active else ():
+        for tensor in () if self._batch is None else tensors_of(output):
             # Sparse tensors have no maximum. One of `torch.vmap` cannot be read after the call.
             is_readable = tensor.layout in (torch.strided, torch.jagged)
             is_open = not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -216,8 +215,8 @@ class ActivationWatch:
 
     def end_batch(self) -> None:
         """Deactivate the hooks, and locate the batch's first bad output on the device."""
-        self._active = False
-        if not self._outputs:
+        batch, self._batch = self._batch, None
+        if batch is None or not self._outputs:
             return
         names, magnitudes = zip(*self._outputs, strict=True)
         self._outputs = []
@@ -226,7 +225,7 @@ class ActivationWatch:
         first = bad.to(torch.int8).argmax()[None]
         is_nan = values.index_select(0, first).isnan()  # `values[first]` would wait
         found = torch.cat([bad.any()[None], first, is_nan])
-        self._batches.append((*self._batch, names, found))
+        self._batches.append((*batch, names, found))
 
     def take(self, *, scaled: bool) -> tuple[Issue, ...]:
         """Return the first bad output since the last call, if any. Waits for the device.
