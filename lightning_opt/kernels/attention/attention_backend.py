@@ -70,18 +70,19 @@ class AttentionBackend(RunCallback):
     not_pickled = ("_recorder",)
 
     def __init__(self) -> None:
+        self._recorder: CallRecorder | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._is_first_batch = True
         self._is_compiled = False
-        self._recorder: CallRecorder | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Discard the calls of an earlier run."""
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
-        self._calls = {}
-        self._is_first_batch = True
-        self._is_compiled = False
+        self._reset()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
@@ -108,9 +109,17 @@ class AttentionBackend(RunCallback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop recording, and warn if math is used."""
-        if self._recorder is not None:
-            self.release(trainer)
-            self._warn_of_math()
+        if self._recorder is None:
+            return
+        self.release(trainer)
+        row = next((row for row in self._calls.values() if row["backend"] == "math"), None)
+        if row is not None:
+            rank_zero_warn(
+                f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
+                f"mask {row['mask']}, dropout {row['dropout']:g} uses math, which is correct "
+                f"but slow and stores the whole matrix of scores. Reasons: {row['better ones']}. "
+                "`report()` lists all calls."
+            )
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
@@ -125,17 +134,6 @@ class AttentionBackend(RunCallback):
         elif not self._calls:
             notes.append("No call of scaled_dot_product_attention was recorded.")
         return Report("Attention backends", list(self._calls.values()), notes)
-
-    def _warn_of_math(self) -> None:
-        row = next((row for row in self._calls.values() if row["backend"] == "math"), None)
-        if row is None:
-            return
-        rank_zero_warn(
-            f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
-            f"mask {row['mask']}, dropout {row['dropout']:g} uses math, which is correct "
-            f"but slow and stores the whole matrix of scores. Reasons: {row['better ones']}. "
-            "`report()` lists all calls."
-        )
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore ``scaled_dot_product_attention``."""

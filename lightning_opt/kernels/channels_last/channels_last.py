@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import check_one_of
+from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.layouts import same_layout, with_strides
@@ -69,12 +69,12 @@ class ChannelsLast(RunCallback):
     """
 
     only_one = True
-    not_pickled = ("_convolutions", "_hooks")
+    not_pickled = ("_convolutions",)
 
     def __init__(self, policy: Policy = "auto") -> None:
         self.policy = check_one_of("policy", policy, get_args(Policy))
         self._convolutions: Convolutions | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = Patches()
         self._decision: dict[str, str] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -119,13 +119,14 @@ class ChannelsLast(RunCallback):
         if not self._decision:
             self._inspect(pl_module)
         convolutions = self._convolutions
-        if convolutions is None or self._hooks:
+        if convolutions is None:
             return
+        self._hooks.close()
         for optimizer in trainer.optimizers:
-            self._hooks += [
-                optimizer.register_state_dict_post_hook(convolutions.restore_saved_state),
-                optimizer.register_load_state_dict_post_hook(convolutions.align_state),
-            ]
+            saving = optimizer.register_state_dict_post_hook(convolutions.restore_saved_state)
+            loading = optimizer.register_load_state_dict_post_hook(convolutions.align_state)
+            self._hooks.callback(saving.remove)
+            self._hooks.callback(loading.remove)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -135,11 +136,9 @@ class ChannelsLast(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the weights and the optimizers."""
-        for hook in self._hooks or ():  # None in a copy
-            hook.remove()
+        self._hooks.close()
         if self._convolutions is not None:
             self._convolutions.restore(trainer.optimizers)
-        self._hooks = []
         self._convolutions = None
 
 

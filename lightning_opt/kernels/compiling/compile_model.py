@@ -152,13 +152,13 @@ class CompileModel(RunCallback):
 
     def _apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         device = trainer.strategy.root_device
-        options = CompileOptions(
-            self.backend, self.fullgraph, self.dynamic, device, self._warn_of_failure
-        )
         modes = modes_for(self.mode, device.type)
+        options = CompileOptions(
+            modes, self.backend, self.fullgraph, self.dynamic, device, self._warn_of_failure
+        )
         self._rank_text = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._patches.enter_context(remove_marks(pl_module))
-        self.regions = find_regions(pl_module, self.scope, modes, options)
+        self.regions = find_regions(pl_module, self.scope, options)
         if not self.regions:
             raise ValueError(
                 f"CompileModel finds nothing to compile in {type(pl_module).__name__}: it has no "
@@ -218,7 +218,10 @@ class CompileModel(RunCallback):
             "compile/uncompiled": float(sum(region.mode == EAGER for region in self.regions)),
         }
 
-    def _make_report(self) -> Report:
+    def report(self) -> Report:
+        """Return one row per region: mode, seconds and graphs; the reasons of failures as notes."""
+        if not self.regions:
+            return self._report
         rows = [
             {
                 "region": region.name,
@@ -247,7 +250,3 @@ class CompileModel(RunCallback):
             return [Verdict("compilation", "ok", finding)]
         advice = "Change the code that could not be compiled, or remove CompileModel."
         return [Verdict("compilation", "look", finding, advice)]
-
-    def report(self) -> Report:
-        """Return one row per region: mode, seconds and graphs; the reasons of failures as notes."""
-        return self._make_report() if self.regions else self._report

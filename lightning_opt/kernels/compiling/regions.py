@@ -39,11 +39,13 @@ class CompileOptions:
     """Settings that all regions of a run share.
 
     Attributes:
+        modes: Modes of ``torch.compile`` in the order in which they are tried.
         backend: As in ``torch.compile``; so are ``fullgraph`` and ``dynamic``.
         device: Device of the model.
         on_failure: Called with a region and the mode that failed.
     """
 
+    modes: Sequence[str]
     backend: str | Callable[..., Any]
     fullgraph: bool
     dynamic: bool | None
@@ -57,7 +59,6 @@ class Region:
     Args:
         name: Name of the first module.
         modules: The modules.
-        modes: Modes of ``torch.compile`` in the order in which they are tried.
         options: Shared settings.
 
     Attributes:
@@ -68,12 +69,10 @@ class Region:
         recompilations: Number of calls that compiled again in the same mode.
     """
 
-    def __init__(
-        self, name: str, modules: Sequence[nn.Module], modes: Sequence[str], options: CompileOptions
-    ) -> None:
+    def __init__(self, name: str, modules: Sequence[nn.Module], options: CompileOptions) -> None:
         self.name, self.options = name, options
         self.kind = type(modules[0]).__name__
-        self.modes = [*modes, EAGER]  # the current mode, then the modes left to try
+        self.modes = [*options.modes, EAGER]  # the current mode, then the modes left to try
         self.seconds = 0.0
         self.graphs = self.breaks = self.recompilations = 0
         self.reason = ""
@@ -91,18 +90,15 @@ class Region:
             forward.reset()
         if self.mode == EAGER:
             return
-        self.passes_module = self._runs_class_forward()
+        is_shadowed = any(forward.shadowed is not None for forward in self.forwards)
+        kind = type(self.forwards[0].module)
+        self.passes_module = isinstance(kind.forward, FunctionType) and not is_shadowed
         self.compiled = torch.compile(
             self._copied_forward(),
             mode=self.mode if self.options.backend == "inductor" else None,
             backend=self.options.backend,
             fullgraph=self.options.fullgraph,
             dynamic=self.options.dynamic,
-        )
-
-    def _runs_class_forward(self) -> bool:
-        return isinstance(type(self.forwards[0].module).forward, FunctionType) and all(
-            forward.shadowed is None for forward in self.forwards
         )
 
     def _copied_forward(self) -> Callable[..., Any]:

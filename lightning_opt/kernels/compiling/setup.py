@@ -32,9 +32,7 @@ def modes_for(mode: str, device: str) -> tuple[str, ...]:
     return (mode, "default")
 
 
-def find_regions(
-    model: pl.LightningModule, scope: str, modes: Sequence[str], options: CompileOptions
-) -> list[Region]:
+def find_regions(model: pl.LightningModule, scope: str, options: CompileOptions) -> list[Region]:
     """Return the regions of ``model``.
 
     With the scope ``"regions"``, all repeated blocks of the same structure form one region. Without
@@ -42,12 +40,12 @@ def find_regions(
     ``training_step`` may call are regions.
     """
     if scope == "regions":
-        regions = _block_regions(model, modes, options)
+        regions = _block_regions(model, options)
         if regions:
             return regions
     own_forward = [("forward", model)] if is_overridden("forward", model) else []
     return [
-        Region(name, [module], modes, options)
+        Region(name, [module], options)
         for name, module in (*own_forward, *_outermost_modules(model, ""))
     ]
 
@@ -63,7 +61,7 @@ def _outermost_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
             yield f"{prefix}{name}", inner  # FSDP1's hooks stay outside
 
 
-def _block_regions(model: nn.Module, modes: Sequence[str], options: CompileOptions) -> list[Region]:
+def _block_regions(model: nn.Module, options: CompileOptions) -> list[Region]:
     groups: dict[Signature, dict[nn.Module, str]] = {}
     for block in find_blocks(model):
         name, module = block.name, block.modules[0]
@@ -73,9 +71,7 @@ def _block_regions(model: nn.Module, modes: Sequence[str], options: CompileOptio
             module = _submodule(model, name)
         if _can_compile(module):
             groups.setdefault(signature(module), {}).setdefault(module, name or "model")
-    return [
-        Region(next(iter(group.values())), list(group), modes, options) for group in groups.values()
-    ]
+    return [Region(next(iter(own.values())), list(own), options) for own in groups.values()]
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

@@ -145,8 +145,6 @@ class ActivationCheckpointing(RunCallback):
         )
         if policy in ("block", "every_nth"):
             interval = check_at_least("interval", 3 if interval is None else interval, 1)
-        if min_flops is not None:
-            check_positive("min_flops", min_flops)
         if policy == "custom" and not modules:
             raise ValueError("policy='custom' needs modules=[...]: names, patterns or classes.")
         if policy == "auto" and offload:
@@ -154,7 +152,8 @@ class ActivationCheckpointing(RunCallback):
                 "offload=True would change the measurements behind policy='auto'. Use it with "
                 "another policy, such as 'every_layer' or 'none'."
             )
-        self.policy, self.interval, self.min_flops = policy, interval, min_flops
+        self.policy, self.interval = policy, interval
+        self.min_flops = None if min_flops is None else check_positive("min_flops", min_flops)
         self.offload, self.worst_batch = offload, worst_batch
         self.modules = None if modules is None else list(modules)
         self.budget = Budget(budget_mb, budget, strict)
@@ -205,7 +204,7 @@ class ActivationCheckpointing(RunCallback):
         self.blocks = self._find_blocks(pl_module)
         self._is_logged = False
         if self.policy != "none":
-            self._patches.enter_context(disable_caches(pl_module))
+            disable_caches(pl_module, self._patches)
         if self.policy == "auto":
             self.plan, self.step_plan, self._step_plans = [], None, []
         else:

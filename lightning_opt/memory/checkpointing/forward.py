@@ -61,7 +61,6 @@ class CheckpointedForward(ReplacedForward):
         self.chain = chain
         self.selection = selection
         self.probe: Probe | None = None
-        self.has_run = False
         self.state = WrittenState(module)
         # The random state of the parameters' device is restored even if no argument is on it.
         self.parameter = next(module.parameters(), None)
@@ -191,7 +190,8 @@ class Run:
         tensors, self._tensors = self._tensors, []
         objects, self._objects = self._objects, []
         contents = contents_of(objects) if objects else []
-        watched = [] if owner.has_run else [*tensors, *owner.module.parameters()]
+        # In later runs, autograd raises its own error.
+        watched = [*tensors, *owner.module.parameters()] if owner.state.written is None else []
         versions = [tensor._version for tensor in watched]
         forward = owner.original
         if owner.probe is not None:
@@ -199,11 +199,9 @@ class Run:
         output = forward(*args, **kwargs)
         self._overwritten = owner.state.written_since(self._state_before)
         self._state_before = []
-        if not owner.has_run:  # in later runs, autograd raises its own error
-            owner.has_run = True
-            for tensor, version in zip(watched, versions, strict=True):
-                if tensor._version != version:
-                    raise InputChangedError(owner.module, tensor)
+        for tensor, version in zip(watched, versions, strict=True):
+            if tensor._version != version:
+                raise InputChangedError(owner.module, tensor)
         if objects:
             for item, before, after in zip(objects, contents, contents_of(objects), strict=True):
                 if before != after:
@@ -253,24 +251,19 @@ def parts_of(value: Any) -> Collection[Any]:
     return getattr(value, "__dict__", {}).values()  # such as a dataclass, a cache or a graph
 
 
-def disable_caches(model: nn.Module) -> ExitStack:
-    """Run models of ``transformers`` with ``use_cache=False`` while they are in training mode.
+def disable_caches(model: nn.Module, until: ExitStack) -> None:
+    """Run models of ``transformers`` with ``use_cache=False`` in training, until a stack is closed.
 
     Their decoders pass one key-value cache to every block, and a recomputation would write to it
     again. Training does not need the cache; ``transformers`` disables it for its own checkpointing
     too.
-
-    Returns:
-        A stack whose ``close`` removes the hooks.
     """
-    undo = ExitStack()
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             parameters = inspect.signature(type(module).forward).parameters
             if "use_cache" in parameters:
                 hook = module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-                undo.callback(hook.remove)
-    return undo
+                until.callback(hook.remove)
 
 
 def _without_cache(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -165,28 +166,26 @@ class Selection:
             return _Recorder(self), _RepeatCounter(self)
         if not self.kept:
             return nullcontext(), nullcontext()
-        pair: ContextPair = create_selective_checkpoint_contexts(_SaveOperators(self.kept))
+        pair: ContextPair = create_selective_checkpoint_contexts(_saving(self.kept))
         return pair
 
 
-class _SaveOperators:
-    """A policy function for torch's checkpoint that saves the outputs of a set of operators."""
+def _saving(kept: frozenset[OperatorKey]) -> Callable[..., CheckpointPolicy]:
+    """Return a policy for torch's checkpoint that saves the outputs of the operators ``kept``."""
+    # Up to torch 2.6 the recomputation calls the policy too.
+    counts: defaultdict[tuple[bool, str], int] = defaultdict(int)
+    names = {name for name, _ in kept}
 
-    def __init__(self, kept: frozenset[OperatorKey]) -> None:
-        self._kept = kept
-        self._names = {name for name, _ in kept}
-        # Up to torch 2.6 the recomputation calls the policy too.
-        self._counts: Counter[tuple[bool, str]] = Counter()
-
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = _name_of(op)
-        if name not in self._names:
+        if name not in names:
             return CheckpointPolicy.PREFER_RECOMPUTE
         place = context.is_recompute, name
-        key = name, self._counts[place]
-        self._counts[place] += 1
-        keep = key in self._kept
+        keep = (name, counts[place]) in kept
+        counts[place] += 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
 # Cached, because building the text takes as long as some operators.

@@ -140,15 +140,13 @@ class StepProfile:
 
     def calibrate(self) -> None:
         """Scale the internal bytes to match the measured peak with everything kept."""
-        low, high = 0.0, 2.0
-        for _ in range(20):
-            middle = (low + high) / 2
-            if self.peak(middle) > self.unchecked_peak:
-                high = middle
-            else:
-                low = middle
+        scale, held = 2.0, 0
+        peaks = [*(unit.peak for unit in self.units), self.head_peak]
+        for unit, next_peak in zip(self.units, peaks[1:], strict=True):
+            held += unit.internal_bytes
+            scale = min(scale, (self.unchecked_peak - next_peak) / max(held, 1))
         for unit in self.units:
-            unit.internal_bytes = int(unit.internal_bytes * low)
+            unit.internal_bytes = int(unit.internal_bytes * max(scale, 0.0))
 
 
 def profile_step(

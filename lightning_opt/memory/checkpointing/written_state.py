@@ -83,6 +83,7 @@ class WrittenState:
     written are watched.
 
     Attributes:
+        written: The entries that the first run wrote; ``None`` before that run.
         read_only: Whether the first run wrote no buffer; ``None`` before that run. Always False for
             modules with running statistics, which are written in training mode only.
     """
@@ -101,7 +102,7 @@ class WrittenState:
         self._with_attributes = [
             (number, part) for number, part in parts if has_user_state(type(part))
         ]
-        self._written: set[Key] | None = None  # by the first run
+        self.written: set[Key] | None = None
         self._hidden: set[Key] = set()  # the subset whose version did not change
         self.read_only: bool | None = None if self._with_buffers else True
         if any(isinstance(part, _NormBase) and part.track_running_stats for _, part in parts):
@@ -115,7 +116,7 @@ class WrittenState:
         for number, part in self._with_attributes:
             for name, value in vars(part).items():
                 key = number, name
-                if _is_state(name, value) if self._written is None else key in self._written:
+                if _is_state(name, value) if self.written is None else key in self.written:
                     yield Entry(vars(part), name, value, key)
 
     def save(self) -> tuple[list[Saved], list[Entry]]:
@@ -132,7 +133,7 @@ class WrittenState:
         ], swapped
 
     def _copy(self, entry: Entry) -> Any:
-        may_write = self._written is None or entry.key in self._written
+        may_write = self.written is None or entry.key in self.written
         is_large = _is_dense(entry.value) and entry.value.nbytes > ALWAYS_COPIED_BYTES
         return None if is_large and not may_write else _copied(entry.value)
 
@@ -142,7 +143,7 @@ class WrittenState:
         Raises:
             RuntimeError: If a large buffer was written that the first run did not write.
         """
-        if self._written is None:
+        if self.written is None:
             self._inspect(saved)
         return {
             old.entry.key: old.earlier_value(self._name)
@@ -156,12 +157,12 @@ class WrittenState:
         others = [old for old in saved if old.entry.key not in visible]
         # Kernels of norm layers, and writes through `.data`, leave the version unchanged.
         self._hidden = {old.entry.key for old in others if old.differs_from_copy()}
-        self._written = visible | self._hidden
-        writing = {number for number, _ in self._written}
+        self.written = visible | self._hidden
+        writing = {number for number, _ in self.written}
         self._with_attributes = [pair for pair in self._with_attributes if pair[0] in writing]
         if self.read_only is None:
             buffers = {(n, name) for n, part in self._with_buffers for name in part._buffers}
-            self.read_only = buffers.isdisjoint(self._written)
+            self.read_only = buffers.isdisjoint(self.written)
 
     def replace(self, values: dict[Key, Any], swapped: list[Entry]) -> list[Entry]:
         """Insert the parameters of the first run; replace other entries by copies of their values.

@@ -166,7 +166,6 @@ class MemoryCleanup(RunCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the limits of this process and its device."""
-        self.release(trainer)
         self._reset()
         self._limits = MemoryLimits(trainer.strategy.root_device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,6 @@ from lightning_opt.memory.profiler.profile import (
     PhaseMeter,
     Record,
     SavedTensorCounter,
-    timing_collections,
 )
 from lightning_opt.trainer.run_callback import RunCallback, has_step_hooks
 
@@ -110,8 +110,7 @@ class MemoryProfiler(RunCallback):
     def __enter__(self) -> MemoryProfiler:
         """Start profiling, on the current CUDA device if CUDA is in use, else on the CPU."""
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._reset(torch.device(f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"))
-        self._start()
+        self._start(torch.device(f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -150,12 +149,13 @@ class MemoryProfiler(RunCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset all data and start profiling."""
-        self._reset(trainer.strategy.root_device)
-        self._start()
+        self._start(trainer.strategy.root_device)
 
-    def _start(self) -> None:
-        self.profile.source = live_source(self._device)
-        self._run_stack.enter_context(timing_collections(self.profile.pauses))
+    def _start(self, device: torch.device) -> None:
+        self._reset(device)
+        self.profile.source = live_source(device)
+        gc.callbacks.append(self.profile.pauses.record)
+        self._run_stack.callback(gc.callbacks.remove, self.profile.pauses.record)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -169,7 +169,7 @@ class MemoryProfiler(RunCallback):
         self._categories = MemoryCategories(pl_module, trainer.optimizers, self._device)
         if self.modules and not self.profile.modules:
             self._saved = SavedTensorCounter(pl_module)
-            self._step_stack.enter_context(self._saved.counting())
+            self._saved.start(until=self._step_stack)
         for optimizer in trainer.optimizers:
             if has_step_hooks(optimizer):
                 # With manual optimization, another forward pass may follow the step.

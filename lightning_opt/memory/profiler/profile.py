@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -110,7 +109,7 @@ class SavedBytes:
 
 
 class SavedTensorCounter:
-    """Counts the tensors that autograd saves inside :meth:`counting`, by the innermost module.
+    """Counts the tensors that autograd saves after :meth:`start`, by the innermost module.
 
     Checkpointed regions save nothing and are not counted.
     """
@@ -128,16 +127,12 @@ class SavedTensorCounter:
         self._stack: list[nn.Module] = []
         self._seen: WeakSet[torch.UntypedStorage] = WeakSet()
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in self._entries:
-                entering = module.register_forward_pre_hook(self._enter)
-                leaving = module.register_forward_hook(self._leave, always_call=True)
-                stack.callback(entering.remove)
-                stack.callback(leaving.remove)
-            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
-            yield
+    def start(self, until: ExitStack) -> None:
+        """Count until a stack is closed."""
+        for module in self._entries:
+            until.callback(module.register_forward_pre_hook(self._enter).remove)
+            until.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+        until.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
 
     def found(self) -> list[SavedBytes]:
         entries = [entry for entry in (*self._entries.values(), self._outside) if entry.tensors]
@@ -172,28 +167,17 @@ class Pauses:
     count: int = 0
     total: float = 0.0
     longest: float = 0.0
+    _start: float = 0.0
 
-
-@contextmanager
-def timing_collections(pauses: Pauses) -> Iterator[None]:
-    """Add every garbage collection of this process to ``pauses``."""
-    start = 0.0
-
-    def record(phase: str, info: dict[str, Any]) -> None:
-        nonlocal start
+    def record(self, phase: str, info: dict[str, Any]) -> None:
+        """Record a collection, as a member of ``gc.callbacks``."""
         if phase == "start":
-            start = perf_counter()
-        elif start:
-            seconds = perf_counter() - start
-            pauses.count += 1
-            pauses.total += seconds
-            pauses.longest = max(pauses.longest, seconds)
-
-    gc.callbacks.append(record)
-    try:
-        yield
-    finally:
-        gc.callbacks.remove(record)
+            self._start = perf_counter()
+        elif self._start:
+            seconds = perf_counter() - self._start
+            self.count += 1
+            self.total += seconds
+            self.longest = max(self.longest, seconds)
 
 
 MAX_RECORDS = 5000
