@@ -110,30 +110,6 @@ class FaultyNet(LightningModule):
         return DataLoader(self.data, batch_size=None)
 
 
-class Lion(Optimizer):
-    """Sign of a momentum. It counts steps in the group, even without gradients."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                parameter.mul_(1 - group["lr"] * 0.1)
-                momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
-                momentum.lerp_(parameter.grad, 1 - group["beta"])
-                parameter.add_(momentum.sign(), alpha=-group["lr"] / group["steps"] ** 0.5)
-        return loss
-
-
 def optimizer_state(module: LightningModule) -> list[Any]:
     return [copy.deepcopy(optimizer.state_dict()) for optimizer in module.trainer.optimizers]
 

@@ -145,9 +145,7 @@ def test_gradients_of_a_step_are_freed(before):
     assert held == [False] * 12
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: lo.GradientHealth(every_n_steps=5), lo.AdaptiveClipping, lo.NonFiniteGuard]
-)
+@pytest.mark.parametrize("make", [lambda: lo.GradientHealth(every_n_steps=5), lo.AdaptiveClipping])
 def test_state_of_each_optimizer_is_loaded(make):
     callback = make()
     fit(AdversarialNet(), callback)

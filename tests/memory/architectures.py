@@ -77,21 +77,6 @@ class Transformer(Architecture):
         return x
 
 
-class TiedLanguageModel(Transformer):
-    """Tied weights of embedding and output, and integer inputs."""
-
-    def build(self) -> None:
-        super().build()
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, batch: Tensor) -> Tensor:
-        tokens = (batch.abs() * 3).long().clamp(max=10)[..., 0]
-        logits = self.head(super().forward(self.embedding(tokens)))
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
 class Recurrent(Architecture):
     """Stacked LSTMs: a tuple in a tuple as output."""
 

@@ -11,10 +11,11 @@ from tests.memory.architectures import ARCHITECTURES, Architecture
 
 
 def train(name: str, callback: Callback | None, **settings: Any) -> Architecture:
-    """Train for three steps from a fixed seed, and store a draw of the generator."""
+    """Train for three steps and validate, from a fixed seed; store a draw of the generator."""
     torch.manual_seed(5)
     model = ARCHITECTURES[name]()
     torch.manual_seed(6)
+    settings = {"limit_val_batches": 1, **settings}
     quiet_trainer(callbacks=[] if callback is None else [callback], **settings).fit(model)
     model.drawn = torch.rand(3)
     return model

@@ -28,6 +28,7 @@ from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParamet
 from tests.gradients.cases import (
     ALL_RULES,
     Net,
+    both_paths,
     every_rule,
     set_gradients,
     statistics_of,
@@ -99,17 +100,18 @@ def test_nonfinite_gradient_is_unchanged_and_enters_no_statistic(make: Any, path
             torch.testing.assert_close(gradient, flat_gradient(net), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kinds", list(product(["host", "device"], repeat=2)), ids="-".join)
+@both_paths
 @every_rule
-def test_resumed_run_is_bit_exact_on_the_same_kind_of_device(make: Any, kinds: Any) -> None:
+def test_resumed_run_is_bit_exact_on_the_same_kind_of_device(make: Any, path: str) -> None:
     """On another kind it is equal up to rounding."""
-    steps, counts = [*NORMS[:20], (99, NAN), *NORMS[20:]], ("steps", "nonfinite", "clipped")
-    expected, final = run(make, steps, kind=kinds[0])
-    rounding = 0.0 if kinds[0] == kinds[1] else 1e-12
-    for cut in (2, 33):
-        first, state = run(make, steps[:cut], kind=kinds[0])
+    steps, counts = [*NORMS[:20], (99, NAN), *NORMS[20:40]], ("steps", "nonfinite", "clipped")
+    expected, final = run(make, steps, kind=path)
+    begun = {cut: run(make, steps[:cut], kind=path) for cut in (2, 33)}
+    for cut, kind in product(begun, ("host", "device")):
+        rounding = 0.0 if kind == path else 1e-12
+        first, state = begun[cut]
         saved = through_a_file(state)
-        second, resumed = run(make, steps[cut:], saved, kind=kinds[1])
+        second, resumed = run(make, steps[cut:], saved, kind=kind)
         assert_same_state(saved, through_a_file(state))
         for ours, theirs in zip(first + second, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=rounding, atol=0.0, equal_nan=True)

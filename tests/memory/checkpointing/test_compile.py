@@ -54,9 +54,15 @@ def results(model: Model, run: Any, batch: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "norm"), [(every_layer, nn.BatchNorm1d), (square_root, nn.LayerNorm)]
+    ("where", "plan", "norm"),
+    [
+        ("model", every_layer, nn.BatchNorm1d),
+        ("model", square_root, nn.LayerNorm),
+        ("blocks", every_layer, nn.BatchNorm1d),
+        ("blocks wrapped", square_root, nn.LayerNorm),
+        ("blocks afterwards", every_layer, nn.BatchNorm1d),
+    ],
 )
-@pytest.mark.parametrize("where", ["model", "blocks", "blocks wrapped", "blocks afterwards"])
 def test_gradients_equal_those_without_checkpointing(where: str, plan: Any, norm: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
