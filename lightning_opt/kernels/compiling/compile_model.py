@@ -15,7 +15,6 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.kernels.compiling.regions import EAGER, CompileOptions, Region
 from lightning_opt.kernels.compiling.setup import (
-    check_compatible,
     compile_settings,
     find_regions,
     modes_for,
@@ -135,7 +134,18 @@ class CompileModel(RunCallback):
             )
         if isinstance(self.backend, str):
             check_one_of("backend", self.backend, torch.compiler.list_backends(exclude_tags=()))
-        check_compatible(trainer, pl_module)
+        if getattr(pl_module, "_compiler_ctx", None) is not None:
+            raise ValueError(
+                "The model was passed through torch.compile already, and CompileModel would "
+                "compile it twice. Pass the original model to the Trainer, or remove CompileModel."
+            )
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, RunCallback) and other.needs_operators:
+                raise ValueError(
+                    f"{type(other).__name__}({other.needs_operators}) needs to see individual "
+                    "operators, but CompileModel fuses them. Use policy 'every_layer', 'sqrt', "
+                    "'block', 'every_nth' or 'custom' with CompileModel, and no offload."
+                )
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Discard the report and the warnings about another model."""

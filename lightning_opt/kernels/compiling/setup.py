@@ -14,7 +14,6 @@ from lightning_opt.core.modules.blocks import Signature, find_blocks, signature,
 from lightning_opt.core.modules.compiling import has_checkpointed_parts, is_compiled
 from lightning_opt.kernels.compiling.regions import CompileOptions, Region
 from lightning_opt.trainer.lightning import DDPStrategy, is_overridden
-from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -129,23 +128,3 @@ def remove_marks(model: nn.Module) -> Iterator[None]:
             for name in [name for name in vars(tensor) if name.startswith(MARK_PREFIXES)]:
                 if name not in before.get(id(tensor), ()):
                     delattr(tensor, name)
-
-
-def check_compatible(trainer: pl.Trainer, model: pl.LightningModule) -> None:
-    """Raise if the model is compiled already, or a callback needs to see individual operators.
-
-    Raises:
-        ValueError: In both cases.
-    """
-    if getattr(model, "_compiler_ctx", None) is not None:
-        raise ValueError(
-            "The model was passed through torch.compile already, and CompileModel would compile it "
-            "twice. Pass the original model to the Trainer, or remove CompileModel."
-        )
-    for other in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(other, RunCallback) and other.needs_operators:
-            raise ValueError(
-                f"{type(other).__name__}({other.needs_operators}) needs to see individual "
-                "operators, but CompileModel fuses them. Use policy 'every_layer', 'sqrt', "
-                "'block', 'every_nth' or 'custom' with CompileModel, and no offload."
-            )

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 MatmulPrecision = Literal["highest", "high", "medium"]
-EXPANDABLE_SEGMENTS = "expandable_segments"
 
 
 class Runtime(RunCallback):
@@ -62,7 +61,7 @@ class Runtime(RunCallback):
     ) -> None:
         check_one_of("matmul_precision", matmul_precision, (*get_args(MatmulPrecision), None))
         check_one_of("cudnn_benchmark", cudnn_benchmark, (True, False, None))
-        if allocator not in (None, EXPANDABLE_SEGMENTS):
+        if allocator not in (None, "expandable_segments"):
             raise ValueError(
                 f"allocator must be 'expandable_segments' or None, got {allocator!r}. Set other "
                 "options in the environment variable PYTORCH_CUDA_ALLOC_CONF."

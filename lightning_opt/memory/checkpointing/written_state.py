@@ -154,9 +154,8 @@ class WrittenState:
     def _inspect(self, saved: list[Saved]) -> None:
         """Compare all values after the first run."""
         visible = {old.entry.key for old in saved if old.is_written()}
-        others = [old for old in saved if old.entry.key not in visible]
         # Kernels of norm layers, and writes through `.data`, leave the version unchanged.
-        self._hidden = {old.entry.key for old in others if old.differs_from_copy()}
+        self._hidden = {old.entry.key for old in saved if old.differs_from_copy()} - visible
         self.written = visible | self._hidden
         writing = {number for number, _ in self.written}
         self._with_attributes = [pair for pair in self._with_attributes if pair[0] in writing]
