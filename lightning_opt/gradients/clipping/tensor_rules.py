@@ -191,8 +191,7 @@ class UnitWise(ClippingRule):
         """
         modules = list(module.modules())
         self._transposed = {part.weight for part in modules if isinstance(part, TRANSPOSED)}
-        linear = [part for part in modules if isinstance(part, nn.Linear)]
-        self._linear_layers = [set(part.parameters()) for part in linear]
+        self._linear_layers = [set(p.parameters()) for p in modules if isinstance(p, nn.Linear)]
         if isinstance(self.exclude, list):
             names = [plain_name(name) for name, _ in module.named_parameters()]
             for pattern in self.exclude:

@@ -237,10 +237,8 @@ class CurvaturePreconditioner(GradientCallback):
         }
         assert self._batch is not None
         # Seeded by the step, so that a resumed run draws the same signs.
-        estimate_index = self._steps // self.every_n_steps
-        generator = torch.Generator(module.device).manual_seed(
-            estimate_index * trainer.world_size + trainer.global_rank
-        )
+        seed = self._steps // self.every_n_steps * trainer.world_size + trainer.global_rank
+        generator = torch.Generator(module.device).manual_seed(seed)
         with twice_differentiable_loss(NAME, trainer, module, *self._batch, self.fraction) as loss:
             product = hessian_product(loss, list(params.values()))
             sample = sample_diagonal(product, list(params.values()), generator)

@@ -202,9 +202,8 @@ class SelfAttention(nn.Module):
             raise ValueError(f"heads ({heads}) must be divisible by kv_heads ({kv_heads}).")
         if head_dim is None and dim % heads:
             raise ValueError(f"dim ({dim}) must be divisible by heads ({heads}), or set head_dim.")
-        self.head_dim = (
-            dim // heads if head_dim is None else check_at_least("head_dim", head_dim, 1)
-        )
+        head_dim = dim // heads if head_dim is None else head_dim
+        self.head_dim = check_at_least("head_dim", head_dim, 1)
         self.causal = causal
         self.dropout = check_fraction("dropout", dropout)
         self.sizes = [part * self.head_dim for part in (heads, self.kv_heads, self.kv_heads)]

@@ -34,6 +34,7 @@ CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
     5: (nn.Conv3d, nn.ConvTranspose3d),
 }
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+SHARDING_STRATEGIES = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 # Other layers whose main work is matrix products.
 OTHER_MATMUL_LAYERS = (
     nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.ConvTranspose1d,
@@ -80,9 +81,7 @@ class ChannelsLast(RunCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Decide and convert, before the strategy wraps the model."""
         strategy = type(trainer.strategy).__name__
-        sharded = isinstance(
-            trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-        )
+        sharded = isinstance(trainer.strategy, SHARDING_STRATEGIES)
         if sharded and self.policy == "always":
             raise ValueError(
                 f"ChannelsLast('always') does not work with {strategy}: its shards have their own "

@@ -260,9 +260,8 @@ class Fused:
     def _restore_flags(self, groups: list[dict[str, Any]]) -> None:
         """Restore the user's flags; groups added later get the defaults."""
         for index, group in enumerate(groups):
-            group.update(
-                self._user_flags[index] if index < len(self._user_flags) else self._defaults
-            )
+            is_known = index < len(self._user_flags)
+            group.update(self._user_flags[index] if is_known else self._defaults)
 
     def undo(self) -> None:
         for hook in self._hooks:

@@ -183,9 +183,8 @@ class ActivationCheckpointing(RunCallback):
                 "parameters and activations itself. Use activation_checkpointing in DeepSpeed's "
                 "config, or the strategies 'ddp', 'fsdp' or ModelParallelStrategy."
             )
-        if isinstance(trainer.strategy, FSDPStrategy) and getattr(
-            trainer.strategy, "_activation_checkpointing_kwargs", None
-        ):
+        its_own = getattr(trainer.strategy, "_activation_checkpointing_kwargs", None)
+        if its_own and isinstance(trainer.strategy, FSDPStrategy):
             raise ValueError(
                 "ActivationCheckpointing and FSDPStrategy(activation_checkpointing_policy=...) "
                 "would recompute twice. Remove one of them."

@@ -259,11 +259,10 @@ def disable_caches(model: nn.Module, until: ExitStack) -> None:
     too.
     """
     for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            parameters = inspect.signature(type(module).forward).parameters
-            if "use_cache" in parameters:
-                hook = module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-                until.callback(hook.remove)
+        uses_cache = getattr(getattr(module, "config", None), "use_cache", False)
+        if uses_cache and "use_cache" in inspect.signature(type(module).forward).parameters:
+            hook = module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+            until.callback(hook.remove)
 
 
 def _without_cache(

@@ -193,9 +193,8 @@ class MemoryCleanup(RunCallback):
         assert self._limits is not None
         usages, high = self._limits.read(), []
         for usage in usages:
-            pressure = self._pressures.setdefault(
-                usage.source, Pressure(self.threshold, self.release_below)
-            )
+            new = Pressure(self.threshold, self.release_below)
+            pressure = self._pressures.setdefault(usage.source, new)
             if pressure.is_high(usage.fraction):
                 high.append(usage)
         return usages, high

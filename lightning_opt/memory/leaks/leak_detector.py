@@ -119,10 +119,8 @@ class LeakDetector(RunCallback):
         trend = self._trends["train"]
         if trend.is_due():
             slope = max(trend.growing().values(), default=0.0)
-            log_scalars(
-                trainer,
-                {"leaks/kb_per_step": slope / 1024, "leaks/suspects": float(len(self.suspects))},
-            )
+            found = float(len(self.suspects))
+            log_scalars(trainer, {"leaks/kb_per_step": slope / 1024, "leaks/suspects": found})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take a sample; validation has its own series."""

@@ -81,9 +81,8 @@ class MemoryTrend:
                 continue
             # A cache that fills up grows only in the first half of the samples.
             half = len(steps) // 2
-            if theil_sen(steps[half:], series[half:]) >= max(
-                slope / 4, self._min_bytes_per_step / 2
-            ):
+            late_slope = theil_sen(steps[half:], series[half:])
+            if late_slope >= max(slope / 4, self._min_bytes_per_step / 2):
                 slopes[name] = slope
         return dict(sorted(slopes.items(), key=lambda item: -item[1]))
 

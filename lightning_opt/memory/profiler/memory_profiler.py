@@ -208,9 +208,8 @@ class MemoryProfiler(RunCallback):
             self.profile.peaks[phase].append(peak)
         if self._saved is not None:
             self.profile.modules = self._saved.found()
-        peaks = self._peaks
+        self._log(trainer)
         self._end_step()
-        self._log(trainer, peaks)
 
     def on_validation_batch_start(
         self,
@@ -242,9 +241,9 @@ class MemoryProfiler(RunCallback):
         if record_name is not None:
             self.record(record_name)
 
-    def _log(self, trainer: pl.Trainer, peaks: dict[str, int]) -> None:
+    def _log(self, trainer: pl.Trainer) -> None:
         last = self.profile.records[-1]
-        values = {f"peak_{phase}_mb": peak / MB for phase, peak in peaks.items()}
+        values = {f"peak_{phase}_mb": peak / MB for phase, peak in self._peaks.items()}
         values["live_mb"], values["resident_mb"] = last.live / MB, last.resident / MB
         records = (r for r in self.profile.records if r.step == last.step and r.parts is not None)
         largest = max(records, key=lambda record: record.live)
