@@ -22,7 +22,7 @@ from lightning_opt.gradients.clipping.norm_rules import (
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
 
 # Warm-ups and windows shorter than the 60 steps of a test.
-NORM_RULES: dict[str, Callable[[], NormRule]] = {
+ALL_RULES: dict[str, Callable[[], ClippingRule]] = {
     "fixed_norm": lambda: FixedNorm(0.8),
     "mean_std-raw": lambda: MeanStd(k=1.0, window=16, warmup=5),
     "mean_std-clipped": lambda: MeanStd(k=1.0, window=16, history="clipped", warmup=5),
@@ -32,13 +32,10 @@ NORM_RULES: dict[str, Callable[[], NormRule]] = {
     "zclip-max_norm": lambda: ZClip(z=1.0, warmup=10, max_norm=1.5),
     "robust": lambda: Robust(k=1.0, decay=0.9, warmup=10, patience=3),
     "robust-no_patience": lambda: Robust(k=1.0, decay=0.9, warmup=10, patience=None),
-}
-TENSOR_RULES: dict[str, Callable[[], ClippingRule]] = {
     "fixed_value": lambda: FixedValue(0.3),
     "per_parameter": lambda: PerParameter(factor=1.0, warmup=10),
     "unit_wise": lambda: UnitWise(clip_factor=0.3, exclude=None),
 }
-ALL_RULES: dict[str, Callable[[], ClippingRule]] = {**NORM_RULES, **TENSOR_RULES}
 
 every_rule = pytest.mark.parametrize("make", ALL_RULES.values(), ids=list(ALL_RULES))
 both_paths = pytest.mark.parametrize("path", ["host", "device"])

@@ -1,13 +1,13 @@
-"""Models and data with planted faults of real causes."""
+"""Models and data with planted faults of real causes, and optimizers as their papers have them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.trainers import quiet_trainer
@@ -108,6 +108,59 @@ class FaultyNet(LightningModule):
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.data, batch_size=None)
+
+
+class LookaheadStep:
+    """Zhang et al. (2019): every three steps weights move back towards slow ones."""
+
+    def step(self: Any, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.counter += 1
+        if self.counter % 3 == 0:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    slow = self.state[parameter].setdefault("slow", parameter.clone())
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+
+class Lookahead(LookaheadStep, Optimizer):
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        self.optimizer, self.counter = SGD(params, lr=lr, momentum=0.9), 0
+        super().__init__(self.optimizer.param_groups, {})
+        self.param_groups = self.optimizer.param_groups
+
+
+class BareLookahead(LookaheadStep, Optimizer):
+    """Does not call ``Optimizer.__init__``, as some public versions."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        self.optimizer, self.counter = SGD(params, lr=lr, momentum=0.9), 0
+        self.param_groups, self.defaults = self.optimizer.param_groups, {}
+        self.state, self.zero_grad = self.optimizer.state, self.optimizer.zero_grad
+
+
+class SAM(Optimizer):
+    """Foret et al. (2021): a second evaluation at weights that are moved along the gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.02, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.base = SGD(self.param_groups, momentum=0.9)
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
+        (group,) = self.param_groups
+        with torch.no_grad():
+            norm = torch.cat([p.grad.flatten() for p in group["params"]]).norm()
+            before = [parameter.clone() for parameter in group["params"]]
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=group["rho"] / float(norm))
+            evaluate()
+            for parameter, value in zip(group["params"], before, strict=True):
+                parameter.copy_(value)
+            self.base.step()
+        return loss
 
 
 def optimizer_state(module: LightningModule) -> list[Any]:

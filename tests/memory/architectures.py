@@ -1,17 +1,18 @@
-"""Small models, each with a property that a recomputation may break."""
+"""Small models, each with a property that a recomputation may break, and comparisons of runs."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
 
-from tests.helpers.models import whole
+from tests.helpers.models import weights_of, whole
+from tests.helpers.trainers import quiet_trainer
 
 WIDTH = 8
 
@@ -256,10 +257,11 @@ class SpectralNorm(Architecture):
 
 
 class GradientPenalty(Architecture):
-    """A gradient penalty, with a second derivative."""
+    """A gradient penalty: two passes through each block's graph, and a second derivative."""
 
     def block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        hidden = nn.Sequential(nn.Tanh(), nn.Dropout(0.2))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), hidden, nn.Linear(WIDTH, WIDTH))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         batch = batch.requires_grad_()
@@ -315,7 +317,7 @@ class InputGradients(GradientPenalty):
             return functional_call(self, own, (sample,)).sum()
 
         own = dict(self.named_parameters())
-        return (vmap(grad(total))(batch).norm(dim=-1) - 1).square().mean()
+        return (vmap(grad(total), randomness="same")(batch).norm(dim=-1) - 1).square().mean()
 
 
 class StochasticDepth(Transformer):
@@ -356,3 +358,25 @@ ARCHITECTURES: dict[str, Callable[[], Architecture]] = {
     for name, kind in list(globals().items())
     if isinstance(kind, type) and issubclass(kind, Architecture) and kind is not Architecture
 }
+
+
+def train(name: str, callback: Callback | None, **settings: Any) -> Architecture:
+    """Train for three steps and validate, from a fixed seed; store a draw of the generator."""
+    torch.manual_seed(5)
+    model = ARCHITECTURES[name]()
+    torch.manual_seed(6)
+    settings = {"limit_val_batches": 1, **settings}
+    quiet_trainer(callbacks=[] if callback is None else [callback], **settings).fit(model)
+    model.drawn = torch.rand(3)
+    return model
+
+
+def evidence(model: Architecture) -> dict[str, Any]:
+    """Return gradients, state and random numbers, which checkpointing must not change."""
+    return {"gradients": model.gradients, "state": weights_of(model), "drawn": model.drawn}
+
+
+def assert_identical(actual: Architecture, expected: Architecture) -> None:
+    """Compare gradients of each backward pass, weights, buffers and random numbers bit by bit."""
+    assert actual.gradients
+    torch.testing.assert_close(evidence(actual), evidence(expected), rtol=0.0, atol=0.0)

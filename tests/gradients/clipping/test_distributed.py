@@ -5,7 +5,6 @@ Each rank trains on half of each batch.
 
 import math
 import os
-import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any, TypeAlias
@@ -302,22 +301,10 @@ def measure_on_four_ranks() -> tuple[Any, Any]:
     return measure_meshes(), measure_no_shard()
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> list[tuple[Any, Any]]:
-    with warnings.catch_warnings():  # the ranks have the same filters
-        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated")
-        return launch(measure_on_four_ranks, processes=4)
-
-
-def test_norms_are_exact_for_parameters_on_several_meshes(four_ranks):
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")  # on all ranks
+def test_norms_are_exact_on_several_meshes_and_in_unsharded_fsdp1_units():
     expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
     expected += [math.sqrt(8) * 6, math.sqrt(200), math.sqrt(800)]
-    for (per_tensor, total), _ in four_ranks:
-        assert per_tensor == pytest.approx(expected, rel=1e-6)
-        assert total == pytest.approx(math.hypot(*expected), rel=1e-6)
-
-
-def test_unsharded_fsdp1_units_are_not_summed_over_ranks(four_ranks):
     plain = SmallNet(widths=(3,)).layer
     inputs, targets = next(iter(loader_of(1)))
     nn.functional.mse_loss(plain(inputs), targets).backward()
@@ -325,7 +312,11 @@ def test_unsharded_fsdp1_units_are_not_summed_over_ranks(four_ranks):
         sum(p.grad.double().square().sum().item() for p in plain[index].parameters())
         for index in (0, 2)
     ]
-    for _, (total, per_tensor, sharded, in_a_loop) in four_ranks:
+    for on_meshes, (total, per_tensor, sharded, in_a_loop) in launch(
+        measure_on_four_ranks, processes=4
+    ):
+        assert on_meshes[0] == pytest.approx(expected, rel=1e-6)
+        assert on_meshes[1] == pytest.approx(math.hypot(*expected), rel=1e-6)
         assert in_a_loop == total
         assert per_tensor == pytest.approx([math.sqrt(square) for square in squares], rel=1e-5)
         assert total == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)

@@ -22,10 +22,7 @@ from lightning_opt.gradients.clipping.norm_rules import (
 )
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
 from tests.gradients import references
-from tests.gradients.cases import (
-    both_paths,
-    thresholds_of,
-)
+from tests.gradients.cases import both_paths, thresholds_of
 from tests.gradients.references import lognormal_norms
 
 STEPS = 1_000
@@ -52,10 +49,6 @@ TRACES: dict[str, tuple[NormRule, Any]] = {
     "robust-other": (
         Robust(k=1.5, decay=0.9, winsor=1.0, warmup=5, patience=2, min_std=0.3),
         lambda norms: references.robust(norms, 1.5, 0.9, 1.0, 5, 2, 0.3),
-    ),
-    "robust-never": (
-        Robust(k=0.5, patience=None),
-        lambda norms: references.robust(norms, k=0.5, patience=None),
     ),
 }
 
@@ -113,6 +106,12 @@ def test_robust_clips_spikes_and_hardly_any_step_of_a_steady_or_drifting_run() -
     assert max(found["spike"], found["burst"]) <= 2.0  # times the usual norm
     assert max(found["steady"], found["drift"]) <= 1.0  # percent of the steps
     assert 0 < found["shift"] <= 50  # steps until a lasting shift is accepted
+
+
+def test_without_patience_a_shift_is_not_accepted() -> None:
+    norms = [1.0] * 300 + [10.0] * 60
+    assert max(thresholds_of(Robust(patience=None), norms)[300:]) < 10.0
+    assert min(thresholds_of(Robust(patience=25), norms)[326:]) > 10.0
 
 
 # --- arguments ------------------------------------------------------------------------------------

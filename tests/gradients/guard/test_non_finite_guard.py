@@ -170,23 +170,6 @@ def test_lasting_shift_is_accepted(policy: Any) -> None:
     assert f"rollbacks {int(policy == 'rollback')}" in guard.report().notes[-1]
 
 
-def test_buffers_replaced_at_each_step_are_restored() -> None:
-    class Averaging(FaultyNet):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            self.register_buffer("average", torch.zeros(6))
-            self.register_buffer("absent", None)
-            self.register_buffer("mask", torch.ones(6, dtype=torch.bool))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.average = 0.9 * self.average + 0.1 * batch[1].mean(0) * loss.detach()
-            return loss
-
-    guarded = fit(Averaging({3: "nan", 4: "log"}), lo.NonFiniteGuard())
-    assert_same_weights(guarded, fit(Averaging({}, leave_out=[3, 4])))
-
-
 @pytest.mark.parametrize("change", [lambda buffer: buffer.repeat(2), lambda buffer: None])
 def test_buffer_of_another_shape_after_a_fault_is_restored(change: Any, device_path: bool) -> None:
     class Growing(FaultyNet):

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_opt as lo
-from tests.gradients.faulty import FaultyNet, all_finite, fit
-from tests.gradients.guard.optimizers import SAM, BareLookahead, Lookahead
+from tests.gradients.faulty import SAM, BareLookahead, FaultyNet, Lookahead, all_finite, fit
 from tests.helpers.models import AdversarialNet, assert_same_weights
 
 

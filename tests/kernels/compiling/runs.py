@@ -82,6 +82,15 @@ class Net(LightningModule):
     test_step = validation_step
 
 
+class Breaking(Net):
+    """Two graphs, with random numbers and buffers in both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x))
+
+
 class Varying(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step([part[: 2 + batch_idx] for part in batch], batch_idx)

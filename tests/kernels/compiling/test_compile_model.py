@@ -15,7 +15,7 @@ from lightning_opt.kernels.compiling.compile_model import CompileModel
 from lightning_opt.kernels.compiling.setup import modes_for
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.trainers import SaveAt, quiet_trainer
-from tests.kernels.compiling.runs import QUIET, Net, Varying, assert_same, train
+from tests.kernels.compiling.runs import QUIET, Breaking, Net, Varying, assert_same, train
 from tests.kernels.convnets import ConvNet
 
 pytestmark = QUIET
@@ -97,13 +97,6 @@ def test_recompilations_are_counted(dynamic: bool, again: int) -> None:
     actual = train(callback, model=Varying(blocks=1, steps=5, batch_size=8), **settings)
     assert sum(row["recompilations"] for row in callback.report().rows) == again
     assert_same(actual, train(model=Varying(blocks=1, steps=5, batch_size=8), **settings))
-
-
-class Breaking(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        torch._dynamo.graph_break()
-        return self.head(self.blocks[1](x))
 
 
 def test_compilation_and_graph_breaks_are_logged_and_the_clock_stops() -> None:

@@ -30,7 +30,7 @@ from lightning_opt.memory.meters import (
     optimizer_state_bytes,
     persistent_bytes,
 )
-from tests.gradients.guard.optimizers import BareLookahead, Lookahead
+from tests.gradients.faulty import BareLookahead, Lookahead
 from tests.helpers.trainers import MemoryLogger, quiet_trainer, warnings_of
 from tests.memory.architectures import Architecture
 

@@ -10,11 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.policies import (
-    AppliedPlan,
-    every_layer,
-    square_root,
-)
+from lightning_opt.memory.checkpointing.policies import AppliedPlan, every_layer, square_root
 from tests.helpers.trainers import quiet_trainer
 from tests.memory.architectures import Architecture
 

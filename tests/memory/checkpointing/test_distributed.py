@@ -13,8 +13,7 @@ from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.processes import launch
 from tests.helpers.trainers import FSDPOnCPU, warnings_of
-from tests.memory.architectures import ARCHITECTURES, Architecture
-from tests.memory.runs import assert_identical, train
+from tests.memory.architectures import ARCHITECTURES, Architecture, assert_identical, train
 
 pytestmark = [
     pytest.mark.distributed,

@@ -14,8 +14,7 @@ from lightning_opt.core.modules.blocks import Block
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.policies import AppliedPlan, make_plan
 from lightning_opt.memory.checkpointing.segments import Segment
-from tests.memory.architectures import ARCHITECTURES, Architecture
-from tests.memory.runs import assert_identical, train
+from tests.memory.architectures import ARCHITECTURES, Architecture, assert_identical, train
 
 POLICIES: dict[str, dict[str, Any]] = {
     "every_layer": {},

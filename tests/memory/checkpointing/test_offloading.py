@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.forward import Offload
 from tests.helpers.trainers import MemoryLogger, quiet_trainer, warnings_of
-from tests.memory.architectures import Architecture, Transformer
-from tests.memory.runs import assert_identical, train
+from tests.memory.architectures import Architecture, Transformer, assert_identical, train
 
 
 class Large(Architecture):
