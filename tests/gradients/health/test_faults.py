@@ -82,8 +82,10 @@ def test_nan_in_a_module_is_reported_with_module_and_batch(path):
     assert not any(module._forward_hooks for module in net.modules())
     net[4] = Log(bad_call=23)
     health = train(Classifier(net), steps=25, activations=True)  # ends before a report
-    quiet_trainer(callbacks=[health], max_steps=10).fit(Classifier(mlp(3)))
-    assert not health.issues
+    broken = mlp(3)
+    nn.init.constant_(broken[6].bias, math.nan)
+    quiet_trainer(callbacks=[health], max_steps=10).fit(Classifier(broken))
+    assert issue_of(health, "nan").place == "net.6"
 
 
 def test_nan_between_modules_is_reported_at_the_next_module(path):
