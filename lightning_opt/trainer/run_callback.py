@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 from torch.optim import LBFGS, Optimizer
 
+from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.trainer.lightning import BaseCallback, is_param_in_hook_signature
 
 if TYPE_CHECKING:
@@ -20,12 +22,14 @@ class RunCallback(BaseCallback):
     Lightning does not call ``teardown`` after an exception, calls ``setup`` for each stage, and
     pickles callbacks when it spawns processes. A subclass overrides:
 
-    - :meth:`release` to undo patches and drop references when a run ends;
+    - :meth:`setup_fit` to check the settings and prepare a run;
+    - :meth:`release` to drop references when a run ends, after ``super().release(trainer)``;
     - :meth:`reset_for_model` to reset the state that belongs to one model;
     - ``not_pickled``, the attributes that are ``None`` in a pickled copy;
     - ``only_one = True`` to raise for a second instance in the same Trainer.
 
-    An overridden ``setup`` calls ``super().setup(...)`` first.
+    An overridden ``setup`` calls ``super().setup(...)`` first. What is entered into ``_patches``
+    lasts until the end of the run.
 
     Raises:
         ValueError: In ``setup``, for a second instance of a class with ``only_one``.
@@ -58,6 +62,18 @@ class RunCallback(BaseCallback):
         if self._model is None or self._model() is not pl_module:
             self.reset_for_model(pl_module)
             self._model = ref(pl_module)
+        self.setup_fit(trainer, pl_module)
+
+    def setup_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check the settings and prepare a run. Called by ``setup`` for ``fit``."""
+
+    @cached_property
+    def _patches(self) -> Patches:
+        return Patches()
+
+    def _replace(self, owner: Any, **attributes: Any) -> None:
+        """Set attributes of an object until the run ends."""
+        self._patches.enter_context(replaced(owner, **attributes))
 
     @property
     def needs_operators(self) -> str:
@@ -69,6 +85,7 @@ class RunCallback(BaseCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Undo patches and drop references to the model. Called once or more when a run ends."""
+        self._patches.close()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

@@ -23,7 +23,7 @@ from lightning_opt.batching.loader_sizes import has_several_loaders, intercepted
 from lightning_opt.batching.split_check import SplitCheck
 from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least, check_one_of
-from lightning_opt.core.modules.patching import Patches, replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import data_ranks, flat_parameter_groups, step_groups
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
@@ -118,7 +118,6 @@ class Accumulation(RunCallback):
         self._count = count
         self._splitter = Splitter(None, count)
         self._trainer: pl.Trainer | None = None
-        self._stack = Patches()
         self._reset()
 
     def _reset(self) -> None:
@@ -131,17 +130,14 @@ class Accumulation(RunCallback):
 
     # --- before training ------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise for incompatible settings, and set the number of batches."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
         self.release(trainer)
         self._check(trainer, pl_module)
         self._trainer = trainer
         if not self.accumulates_by:
             return
-        self._stack.enter_context(replaced(trainer, accumulate_grad_batches=1))
+        self._replace(trainer, accumulate_grad_batches=1)
         if self.effective_batch is None:
             # Makes `estimated_stepping_batches` correct for a fixed number of batches.
             trainer.accumulate_grad_batches = self._batches_at(0)
@@ -152,7 +148,7 @@ class Accumulation(RunCallback):
                 ranks = data_ranks(trainer)
                 trainer.accumulate_grad_batches = batches_for(samples, loader, ranks)
 
-            self._stack.enter_context(intercepted_loaders(trainer, set_length))
+            self._patches.enter_context(intercepted_loaders(trainer, set_length))
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -215,10 +211,8 @@ class Accumulation(RunCallback):
         is_complete = partial(self._is_complete, loop)
         make_step = partial(self._make_step, optimization._make_step_fn)
         make_zero_grad = partial(self._make_zero_grad, trainer, optimization._make_zero_grad_fn)
-        self._stack.enter_context(replaced(loop, _accumulated_batches_reached=is_complete))
-        self._stack.enter_context(
-            replaced(optimization, _make_step_fn=make_step, _make_zero_grad_fn=make_zero_grad)
-        )
+        self._replace(loop, _accumulated_batches_reached=is_complete)
+        self._replace(optimization, _make_step_fn=make_step, _make_zero_grad_fn=make_zero_grad)
 
     # --- the window -----------------------------------------------------------------------------
 
@@ -323,7 +317,7 @@ class Accumulation(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore Lightning's window and drop the references to the run."""
-        self._stack.close()
+        super().release(trainer)
         self._trainer, self._flat, self._groups = None, {}, ()
         self._restored_gradients = {}
 

@@ -22,7 +22,7 @@ from lightning_opt.batching.loader_sizes import (
     set_batch_size,
 )
 from lightning_opt.core.arguments import check_at_least, check_between, check_one_of, check_positive
-from lightning_opt.core.modules.patching import Patches, replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -117,7 +117,6 @@ class DynamicBatchSize(RunCallback):
             check_at_least("keep_effective", keep_effective, 1)
         self.find: str = check_one_of("find", find, ("largest", "fastest"))
         self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
-        self._stack = Patches()
         self._reset()
 
     def _reset(self) -> None:
@@ -130,11 +129,8 @@ class DynamicBatchSize(RunCallback):
         """Discard the size found for another model."""
         self._reset()
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the settings, search for a size, and intercept loaders."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
         self.release(trainer)
         self._check(trainer, pl_module)
         self._initial, self._effective = 0, None  # of this fit's loader and accumulation
@@ -143,8 +139,8 @@ class DynamicBatchSize(RunCallback):
         self._settings = {name: getattr(trainer, name) for name in names}
         if self.size is None and not (trainer.fit_loop.skip or _is_resuming(trainer)):
             self._search(trainer, pl_module)
-        self._stack.enter_context(replaced(trainer, **self._settings))
-        self._stack.enter_context(intercepted_loaders(trainer, partial(self._set_size, trainer)))
+        self._replace(trainer, **self._settings)
+        self._patches.enter_context(intercepted_loaders(trainer, partial(self._set_size, trainer)))
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -234,7 +230,7 @@ class DynamicBatchSize(RunCallback):
         scale = 1.0
         if self.scale_lr is not None:
             scale = SCALE_RULES[self.scale_lr](self.size / self._initial)
-            _scale_rates(trainer.optimizers, scale, self._stack)
+            _scale_rates(trainer.optimizers, scale, self._patches)
         values = {
             "batch_size/size": self.size,
             "batch_size/accumulate": trainer.accumulate_grad_batches,
@@ -252,10 +248,6 @@ class DynamicBatchSize(RunCallback):
         report = Report("", []) if self.found is None else self.found.report()
         report.title = f"DynamicBatchSize: {self.size}, the loader's own is {self._initial}"
         return report
-
-    def release(self, trainer: pl.Trainer) -> None:
-        """Restore loaders, learning rates and the Trainer."""
-        self._stack.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size, the loader's own size and the samples per step."""

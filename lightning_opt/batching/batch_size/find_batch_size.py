@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.batching.batch_size.search import FoundSizes
 from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.core.arguments import check_one_of
-from lightning_opt.core.modules.patching import Patches, do_nothing, replaced
-from lightning_opt.trainer.lightning import BaseCallback, package_of
+from lightning_opt.core.modules.patching import do_nothing, replaced
+from lightning_opt.trainer.lightning import MultiProcessingLauncher, package_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-class SearchCallback(BaseCallback):
-    """Searches in ``setup``, then ends ``fit`` before other hooks run."""
-
-    def __init__(self, mode: str, max_size: int | None, *settings: Any) -> None:
-        self.mode, self.max_size, self.settings = mode, max_size, settings
-        self.stack = Patches()
-        self.found: FoundSizes | None = None
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        callbacks = [other for other in trainer.callbacks if other is not self]  # type: ignore[attr-defined]
-        trainer.callbacks = [self]  # type: ignore[attr-defined]
-        self.found = Trials(trainer, pl_module, callbacks, *self.settings).find(
-            self.mode, self.max_size
-        )
-        # Lightning calls teardown at the end, but the module's setup has not run.
-        self.stack.enter_context(replaced(pl_module, teardown=do_nothing))
-        raise package_of(trainer).utilities.exceptions._TunerExitException
 
 
 def find_batch_size(
@@ -73,7 +55,8 @@ def find_batch_size(
     Raises:
         ValueError: On several ranks, under strategies with collectives in forward or backward
             passes (FSDP, tensor parallelism); for several training loaders, and for loaders whose
-            batch size cannot be changed; for an unknown ``mode``.
+            batch size cannot be changed; for strategies that start processes with spawn or fork;
+            for an unknown ``mode``.
 
     Example:
         >>> import lightning as L
@@ -88,16 +71,25 @@ def find_batch_size(
         64
     """
     check_one_of("mode", mode, ("largest", "fastest"))
-    search_callback = SearchCallback(mode, max_size, target, budget_mb, worst_batch)
-    with (
-        search_callback.stack,
-        replaced(trainer, callbacks=[search_callback, *trainer.callbacks]),  # type: ignore[attr-defined]
-    ):
-        trainer.fit(model, train_dataloaders, datamodule=datamodule)
-    if search_callback.found is None:
+    if isinstance(trainer.strategy.launcher, MultiProcessingLauncher):
         raise ValueError(
-            f"The search ran in processes that {type(trainer.strategy).__name__} started and that "
-            "have ended. Use a strategy that does not start them with spawn or fork, or "
+            f"find_batch_size would search in processes that {type(trainer.strategy).__name__} "
+            "starts and ends. Use a strategy that does not start them with spawn or fork, or "
             "DynamicBatchSize, which searches where it trains."
         )
-    return search_callback.found
+    package, found = package_of(trainer), list[FoundSizes]()
+
+    def search(trainer: Any, module: pl.LightningModule, stage: str) -> None:
+        callbacks = [other for other in trainer.callbacks if other is not first]
+        trainer.callbacks = []  # no hook of theirs runs
+        trials = Trials(trainer, module, callbacks, target, budget_mb, worst_batch)
+        found.append(trials.find(mode, max_size))
+        # Lightning calls teardown at the end, but the module's setup has not run.
+        stack.enter_context(replaced(module, teardown=do_nothing))
+        raise package.utilities.exceptions._TunerExitException
+
+    first = package.callbacks.LambdaCallback(setup=search)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(trainer, callbacks=[first, *trainer.callbacks]))  # type: ignore[attr-defined]
+        trainer.fit(model, train_dataloaders, datamodule=datamodule)
+    return found[0]

@@ -16,7 +16,6 @@ from lightning_opt.batching.micro_batching.ranks import DDPRanks, Ranks, gloo_gr
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
 from lightning_opt.batching.splitting import Splitter
 from lightning_opt.core.arguments import check_at_least, check_one_of
-from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -107,7 +106,6 @@ class MicroBatching(RunCallback):
                 f"got loss={loss!r} and count={count!r}."
             )
         self._splitter = Splitter(split, count, is_sum=loss == "sum")
-        self._stack = Patches()
         self._sizes = LearnedSizes(self.regrow_every)
 
     @property
@@ -119,11 +117,8 @@ class MicroBatching(RunCallback):
         """Discard the sizes learned from another model."""
         self._sizes = LearnedSizes(self.regrow_every)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise for settings under which batches cannot be split or retried."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "MicroBatching does not work under manual optimisation, where training_step itself "
@@ -159,7 +154,7 @@ class MicroBatching(RunCallback):
             device = trainer.strategy.root_device
             sizes = PlannedSizes(self._sizes, device, self.regrow_every, trainer.global_step)
         self._splitter.several_loaders = has_several_loaders(trainer)
-        BatchRunner(trainer, pl_module, self._splitter, sizes, ranks, self._stack)
+        BatchRunner(trainer, pl_module, self._splitter, sizes, ranks, self._patches)
 
     def _make_ranks(self, trainer: pl.Trainer) -> Ranks:
         """Return the ranks that must use the same number of micro-batches."""
@@ -171,7 +166,7 @@ class MicroBatching(RunCallback):
             return Ranks()
         if isinstance(strategy, ModelParallelStrategy):
             world = dist.get_world_size()
-            return Ranks(self._stack.enter_context(gloo_group(world, strategy._timeout)))
+            return Ranks(self._patches.enter_context(gloo_group(world, strategy._timeout)))
         assert isinstance(strategy, DDPStrategy)
         if not isinstance(model, DistributedDataParallel):
             return Ranks()  # under DiLoCo, which does not reduce gradients
@@ -181,7 +176,7 @@ class MicroBatching(RunCallback):
                 "of memory leaves the others waiting. Give a number, such as MicroBatching(size=8)."
             )
         size = dist.get_world_size(model.process_group)
-        return DDPRanks(model, self._stack.enter_context(gloo_group(size, strategy._timeout)))
+        return DDPRanks(model, self._patches.enter_context(gloo_group(size, strategy._timeout)))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
@@ -202,7 +197,7 @@ class MicroBatching(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore Lightning's closure and drop the references to the run."""
-        self._stack.close()
+        super().release(trainer)
         self._sizes.unlogged = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_opt.core.arguments import check_at_least, check_fraction
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.batches import samples_in
-from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import data_ranks
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
@@ -59,7 +58,6 @@ class DataMonitor(RunCallback):
         self._schedule = Schedule(every_n_steps)
         self.threshold = check_fraction("threshold", threshold)
         self.patience = check_at_least("patience", patience, 1)
-        self._patches = Patches()
         self._reset()
 
     def _reset(self) -> None:
@@ -94,9 +92,7 @@ class DataMonitor(RunCallback):
             self._wait += time.perf_counter() - self._fetch_start
             after()
 
-        self._patches.enter_context(
-            replaced(loop, _on_before_fetch=on_before_fetch, _on_after_fetch=on_after_fetch)
-        )
+        self._replace(loop, _on_before_fetch=on_before_fetch, _on_after_fetch=on_after_fetch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -160,7 +156,3 @@ class DataMonitor(RunCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop measuring: later fetches are not for training."""
         self.release(trainer)
-
-    def release(self, trainer: pl.Trainer) -> None:
-        """Restore the loop's methods."""
-        self._patches.close()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_opt.core.modules.batches import leaves_of, tensors_of
-from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.trainer.lightning import is_overridden
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -53,7 +52,6 @@ class DevicePrefetcher(RunCallback):
     only_one = True
 
     def __init__(self) -> None:
-        self._patches = Patches()
         self.copies = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,9 +87,7 @@ class DevicePrefetcher(RunCallback):
                 tensor.record_stream(current)
             return moved
 
-        self._patches.enter_context(
-            replaced(pl_module, transfer_batch_to_device=transfer_batch_to_device)
-        )
+        self._replace(pl_module, transfer_batch_to_device=transfer_batch_to_device)
 
     def _warn_if_not_pinned(self, batch: Any) -> None:
         on_cpu = (tensor for tensor in tensors_of(batch) if tensor.device.type == "cpu")
@@ -100,10 +96,6 @@ class DevicePrefetcher(RunCallback):
                 "DevicePrefetcher: batches are not in pinned memory, so the host waits for each "
                 "copy. Use DataLoader(pin_memory=True)."
             )
-
-    def release(self, trainer: pl.Trainer) -> None:
-        """Restore the model's ``transfer_batch_to_device``."""
-        self._patches.close()
 
 
 def is_transparent(batch: Any) -> bool:

@@ -115,17 +115,14 @@ class DataPipelineTuner(RunCallback):
         self.chosen: LoaderSettings | None = None
         self._tried: list[Measured] = []
         self._notes: list[str] = []
-        self._patches = Patches()
         self._loader: DataLoader[Any] | None = None  # the loader whose settings are changed
         self._loader_patches = Patches()
         self._is_unsupported = False
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the state of an earlier fit."""
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self.release(trainer)
-            self._reset()
+        self.release(trainer)
+        self._reset()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Intercept each training loader after Lightning has added its sampler."""
@@ -143,8 +140,8 @@ class DataPipelineTuner(RunCallback):
                 self._tune_or_reuse(trainer, pl_module, dataloader)
             return dataloader
 
-        self._patches.enter_context(replaced(source, dataloader=dataloader))
-        self._patches.enter_context(replaced(strategy, process_dataloader=process_dataloader))
+        self._replace(source, dataloader=dataloader)
+        self._replace(strategy, process_dataloader=process_dataloader)
 
     def _tune_or_reuse(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any
@@ -324,7 +321,7 @@ class DataPipelineTuner(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the loader, the Trainer and the strategy."""
-        self._patches.close()
+        super().release(trainer)
         self._restore_loader()
 
 

@@ -181,18 +181,17 @@ class CompressedReduction:
             compressed, residual = self._begin_bucket(bucket, scheme)
             assert compressed.exchange is not None
             sent = compressed.exchange.sent_bytes
-            record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
-            future = compressed.exchange.start(residual, gradient, self._scale)
+            start = partial(compressed.exchange.start, residual, gradient, self._scale)
         else:
             if self.buckets.may_be_nonzero:
                 uncompressed, residual = self._begin_bucket(bucket, None)
                 uncompressed.send_all(residual, gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
             sent = dense_bytes(gradient.numel(), itemsize, self._world)
-            record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
-            future = all_reduce_mean(gradient, scheme)
+            start = partial(all_reduce_mean, gradient, scheme)
         self._touched.difference_update(bucket.parameters())
-        return future.then(record_arrival)
+        record_arrival = self.traffic.record_launch(sent, dense, gradient.device)
+        return start().then(record_arrival)
 
     def _begin_bucket(
         self, grad_bucket: GradBucket, compressor: Compressor | None
