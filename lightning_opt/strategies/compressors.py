@@ -225,11 +225,7 @@ class ThresholdCodec(SparseCodec):
             if len(indices):
                 self.bound = values.abs().min().item()  # CPU only
             return indices, values
-        indices, values = self._selector.at_least(flat, float(bound))
-        if len(indices) > capacity:
-            top = largest(values, capacity)
-            indices, values = indices[top], values[top]
-        return indices, values
+        return keep_largest(*self._selector.at_least(flat, float(bound)), capacity)
 
 
 class QuantizedCodec(Codec):
@@ -270,12 +266,15 @@ def sampled_threshold(flat: Tensor, k: int) -> float:
     return sample.topk(rank, sorted=False).values.min().item()  # CPU only
 
 
-def largest(values: Tensor, k: int) -> Tensor:
-    """Return the ascending indices of the ``k`` values of largest magnitude."""
+def keep_largest(indices: Tensor, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return at most ``k`` values, those of largest magnitude, and their indices in order."""
+    if len(values) <= k:
+        return indices, values
     array = values.abs().numpy()
     is_largest = np.zeros(len(array), dtype=bool)
     is_largest[np.argpartition(array, len(array) - k)[len(array) - k :]] = True
-    return torch.from_numpy(np.flatnonzero(is_largest))
+    top = torch.from_numpy(np.flatnonzero(is_largest))
+    return indices[top], values[top]
 
 
 class Selector:
@@ -321,9 +320,7 @@ class Selector:
             # nonzero elements candidates.
             indices, values = self.at_least(flat, TINY)
         surplus = len(indices) / k - 1.0
-        if len(indices) > k:
-            top = largest(values, k)
-            indices, values = indices[top], values[top]
+        indices, values = keep_largest(indices, values, k)
         kth = values.abs().min().item() if len(indices) else TINY
         self._set_next_threshold(kth, surplus)
         return indices, values

@@ -118,9 +118,10 @@ class Accumulation(RunCallback):
         self._count = count
         self._splitter = Splitter(None, count)
         self._trainer: pl.Trainer | None = None
-        self._reset()
+        self.reset_for_model()
 
-    def _reset(self) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule | None = None) -> None:
+        """Reset the state that belongs to another model."""
         self._first_weight = 0.0  # mean weight over ranks of the run's first batch
         self._start, self._length, self._is_open = 0, 1, False  # the window
         self._window_weight: Scalar = 0.0  # sum over the window's batches so far
@@ -175,10 +176,6 @@ class Accumulation(RunCallback):
         if self.normalize != "batches":
             use = "to count. normalize='batches' works."
             raise_if_dataloader_iter("Accumulation", pl_module, use)
-
-    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Reset the state that belongs to another model."""
-        self._reset()
 
     def _batches_at(self, step: int) -> int:
         assert self.schedule is not None

@@ -117,17 +117,14 @@ class DynamicBatchSize(RunCallback):
             check_at_least("keep_effective", keep_effective, 1)
         self.find: str = check_one_of("find", find, ("largest", "fastest"))
         self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
-        self._reset()
+        self.reset_for_model()
 
-    def _reset(self) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule | None = None) -> None:
+        """Discard the size found for another model."""
         self.found: FoundSizes | None = None
         self.size: int | None = None  # of each rank's loader
         self._initial = 0  # the loader's original size
         self._effective: int | None = None  # samples per step over all ranks; None with scale_lr
-
-    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Discard the size found for another model."""
-        self._reset()
 
     def setup_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the settings, search for a size, and intercept loaders."""

@@ -57,7 +57,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         splitter: Splitter,
         sizes: int | LearnedSizes | PlannedSizes,
         ranks: Ranks,
-        stack: ExitStack,
     ) -> None:
         super().__init__()
         self._trainer, self._module = trainer, module
@@ -70,7 +69,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._state = StepState(module, self._device) if isinstance(sizes, LearnedSizes) else None
         self._logs = LogRecorder(module, self._split_check.sums)
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        stack.enter_context(replaced(self._optimization, _make_closure=self.prepare))
 
     def prepare(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int

@@ -154,7 +154,9 @@ class MicroBatching(RunCallback):
             device = trainer.strategy.root_device
             sizes = PlannedSizes(self._sizes, device, self.regrow_every, trainer.global_step)
         self._splitter.several_loaders = has_several_loaders(trainer)
-        BatchRunner(trainer, pl_module, self._splitter, sizes, ranks, self._patches)
+        runner = BatchRunner(trainer, pl_module, self._splitter, sizes, ranks)
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._replace(optimization, _make_closure=runner.prepare)
 
     def _make_ranks(self, trainer: pl.Trainer) -> Ranks:
         """Return the ranks that must use the same number of micro-batches."""

@@ -50,9 +50,7 @@ class DevicePrefetcher(RunCallback):
     """
 
     only_one = True
-
-    def __init__(self) -> None:
-        self.copies = 0
+    copies = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace the model's ``transfer_batch_to_device``, if batches are copied to a GPU."""

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.machine import available_cpus
+from lightning_opt.core.measure.timing import time_calls
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.sharding import largest_over_ranks
@@ -257,17 +259,13 @@ class DataPipelineTuner(RunCallback):
             for parameter in pl_module.parameters():
                 parameter.grad = None
 
-        model = trainer.strategy.model
-        times, seconds = list[float](), math.inf
+        model, seconds = trainer.strategy.model, math.inf
         if model is pl_module or isinstance(model, DistributedDataParallel):  # not sharded
             try:
-                for repeats in (1, 3):  # the first run shows which parameters the step writes
-                    with without_side_effects(trainer, pl_module, written):
-                        for _ in range(repeats):
-                            start = time.perf_counter()
-                            step(batch)
-                            times.append(time.perf_counter() - start)
-                seconds = statistics.median(times[1:])
+                with without_side_effects(trainer, pl_module, written):
+                    step(batch)  # shows which parameters it writes
+                with without_side_effects(trainer, pl_module, written):
+                    seconds = statistics.median(time_calls(partial(step, batch)) for _ in range(3))
             except Exception as error:  # noqa: BLE001 - the user's step may raise anything
                 log.info("DataPipelineTuner could not try a training step: %s", error)
         (seconds,) = largest_over_ranks([seconds], trainer.strategy.root_device)

@@ -165,6 +165,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             clip=self._clip,
             may_skip=model.find_unused_parameters and not model.static_graph,
         )
+        self._undo.callback(setattr, self, "_reduction", None)
         self._undo.callback(self._reduction.close)
         model.register_comm_hook(self._reduction, CompressedReduction.reduce)
 
@@ -253,11 +254,6 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         """Discard the residuals, after weights have been restored."""
         if self._reduction is not None:
             self._reduction.reset()
-
-    def teardown(self) -> None:
-        """Release the model and the residuals."""
-        self._reduction = None
-        super().teardown()
 
 
 class HookedDDPStrategy(OwnHookStrategy):

@@ -176,6 +176,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         if self._replicas is not None:
             state = self._resumed or {}
             self._replica = Replica(self._module, self.optimizers, self._replicas, self.plan, state)
+            self._undo.callback(setattr, self, "_replica", None)
             self._undo.callback(self._replica.thread.close)
             self._check_loaders(self._module.trainer)  # a fit resumed in an epoch does not start it
         self._resumed = None
@@ -267,8 +268,3 @@ class DiLoCoStrategy(OwnExchangeStrategy):
     def state_to_save(self) -> dict[str, Any] | None:
         """Return the outer momentum and the step number."""
         return None if self._replica is None else self._replica.state_dict()
-
-    def teardown(self) -> None:
-        """Release the model and the thread."""
-        self._replica = None
-        super().teardown()
