@@ -71,15 +71,6 @@ def encode(alpha: Tensor, codes: Tensor, *parts: Tensor) -> Tensor:
     return largest
 
 
-def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Add the values of codes to rows, in place."""
-    if codes.dtype is torch.uint8:
-        codes = torch.cat([codes & 15, codes >> 4], dim=1).view(torch.int8).sub_(8)
-    values = codes.float()
-    # Not `addcmul_`: whether it rounds the product depends on the CPU.
-    out.add_(values.mul_(scales))
-
-
 class Quantizer:
     """Encodes and decodes flat tensors in rows. Compiled on a CPU when that pays.
 
@@ -112,7 +103,11 @@ class Quantizer:
     def decode(self, out: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Add the values of codes to ``out``, in place."""
         for (rows,), numbers in self._in_rows([out]):
-            decode(codes[numbers], scales[numbers], rows)
+            own = codes[numbers]
+            if self.bits == 4:
+                own = torch.cat([own & 15, own >> 4], dim=1).view(torch.int8).sub_(8)
+            # Not `addcmul_`: whether it rounds the product depends on the CPU.
+            rows.add_(own.float().mul_(scales[numbers]))
 
     def _in_rows(
         self, flats: Sequence[Tensor], *, whole: bool = False

@@ -205,7 +205,10 @@ class Accumulation(RunCallback):
             trainer.accumulate_grad_batches = self._length  # of the resumed window
         self._splitter.several_loaders = has_several_loaders(trainer)
         self._split_check = SplitCheck(self._splitter, runs_parts=False)
-        is_complete = partial(self._is_complete, loop)
+
+        def is_complete() -> bool:
+            return bool(loop.batch_progress.current.ready - self._start >= self._length)
+
         make_step = partial(self._make_step, optimization._make_step_fn)
         make_zero_grad = partial(self._make_zero_grad, trainer, optimization._make_zero_grad_fn)
         self._replace(loop, _accumulated_batches_reached=is_complete)
@@ -246,9 +249,6 @@ class Accumulation(RunCallback):
             log_scalars(trainer, {"accumulation/batches": length})
         self._start, self._length, self._is_open = batch_idx, length, True
         self._window_weight, self._unaveraged = 0.0, 0
-
-    def _is_complete(self, loop: Any) -> bool:
-        return bool(loop.batch_progress.current.ready - self._start >= self._length)
 
     def _make_zero_grad(
         self, trainer: pl.Trainer, make: Any, batch_idx: int, optimizer: Optimizer

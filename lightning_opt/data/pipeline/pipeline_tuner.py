@@ -197,11 +197,10 @@ class DataPipelineTuner(RunCallback):
         indices = endless_indices(loader)
         device, failure = trainer.strategy.root_device, "another rank could not measure it"
         try:
-            probed = probe(loader, indices, self.budget_seconds)
+            fetch_seconds, busy, batch = probe(loader, indices, self.budget_seconds)
         except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
             failure = f"a separate process could not fetch a batch: {end_failed_trial(error)}"
-            probed = math.inf, 1.0, None
-        fetch_seconds, busy, batch = probed
+            fetch_seconds, busy, batch = math.inf, 1.0, None
         # One reduction for all values. The minimum of CPUs is the maximum of their negatives.
         fetch_seconds, busy, cpus = largest_over_ranks(
             [fetch_seconds, busy, -float(available_cpus())], device
