@@ -49,12 +49,8 @@ def run_out(gradient: Tensor) -> None:
 class Net(LightningModule):
     """An MLP whose step changes every kind of state that a step may change.
 
-    Args:
-        fits: The largest batch that does not run out of memory.
-        where: ``"forward"``, ``"loss"`` (after metrics, logs and counters) or ``"backward"``.
-        dropout: The dropout rate.
-        norm: Whether there is a BatchNorm, whose statistics a failed attempt changes. It does not
-            affect the output.
+    More than ``fits`` samples run out of memory: in ``"forward"``, ``"loss"`` (after metrics, logs
+    and counters) or ``"backward"``. A ``norm`` has statistics, and does not affect the output.
     """
 
     def __init__(

@@ -50,11 +50,7 @@ class Rows(Mapping[str, Tensor]):
 
 
 class Step(LightningModule):
-    """A classifier. Subclasses replace ``loss``.
-
-    Args:
-        fits: The most samples that do not run out of memory.
-    """
+    """A classifier that runs out of memory above ``fits`` samples. Subclasses replace ``loss``."""
 
     def __init__(self, fits: int = 10**9) -> None:
         super().__init__()

@@ -11,9 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 class Counting(Dataset[Any]):
     """Nested items that depend only on the index; counts the fetches of this process."""
 
-    def __init__(self, length: int = 24, width: int = 8, offset: int = 0) -> None:
-        self.length, self.width, self.offset = length, width, offset
-        self.fetches = 0
+    def __init__(self, length: int = 24, width: int = 8) -> None:
+        self.length, self.width, self.fetches = length, width, 0
 
     def __len__(self) -> int:
         return self.length
@@ -21,10 +20,9 @@ class Counting(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         index = range(self.length)[index]
         self.fetches += 1
-        value = index + self.offset
         return {
-            "x": torch.arange(self.width, dtype=torch.float32) + value,
-            "y": (np.full(3, value), f"item {value}", [value, True, 1.5]),
+            "x": torch.arange(self.width, dtype=torch.float32) + index,
+            "y": (np.full(3, index), f"item {index}", [index, True, 1.5]),
         }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -78,7 +79,7 @@ WORKERS = LoaderSettings(2, 2, False, True)
 
 
 def train(
-    tuned: LoaderSettings | None, cached: bool, epochs: int = 3, devices: int = 1, **loader: Any
+    tuned: LoaderSettings | None, cached: bool, devices: int = 1, **loader: Any
 ) -> tuple[Record, SmallNet, Any]:
     record, dataset = Record(), Rows()
     if cached:
@@ -93,24 +94,19 @@ def train(
     torch.manual_seed(5)
     model = Recorded()
     tuner = lo.DataPipelineTuner(verbose=False)
-    original, measure = Search.run, tuning.MEASUREMENT_SECONDS
-    try:
-        tuning.MEASUREMENT_SECONDS = 0.02
-        if tuned is not None:
-            Search.run = choose(tuned)  # type: ignore[method-assign]
-        callbacks = [record, *([tuner] if tuned is not None else [])]
-        trainer = quiet_trainer(
-            callbacks=callbacks,
-            max_epochs=epochs,
-            devices=devices,
-            strategy="ddp" if devices > 1 else "auto",
-            use_distributed_sampler=True,
-        )
-        data = ResumableLoader(dataset, batch_size=4, **loader)
-        before = dict(vars(data))
+    trainer = quiet_trainer(
+        callbacks=[record] if tuned is None else [record, tuner],
+        max_epochs=3,
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        use_distributed_sampler=True,
+    )
+    data = ResumableLoader(dataset, batch_size=4, **loader)
+    before = dict(vars(data))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "MEASUREMENT_SECONDS", 0.02)
+        patch.setattr(Search, "run", choose(tuned or LoaderSettings()))
         trainer.fit(model, data)
-    finally:
-        Search.run, tuning.MEASUREMENT_SECONDS = original, measure  # type: ignore[method-assign]
     after = {**vars(data), "served": before.get("served")}
     changed = {name: after[name] for name in before if after[name] != before[name]}
     assert not changed or tuned is None, changed
@@ -136,13 +132,10 @@ def train_in_ddp(cached: bool, own_sampler: bool) -> Any:
 
 
 def tune_in_ddp(late: bool) -> Any:
-    """Tune under DDP, where rank 1 is slower.
+    """Tune under DDP, where rank 1 is slower, or ``late``: its time is up before a measurement.
 
     Return the settings, the table, the note, whether it was printed, and the processes that share
     the CPUs.
-
-    Args:
-        late: Whether the time is up on rank 1 before the first measurement.
     """
     allow_workers()
     rank = int(os.environ["LOCAL_RANK"])

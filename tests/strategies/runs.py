@@ -178,12 +178,17 @@ class State(Callback):
             self.state = state_of(trainer)
 
 
+def of_all_ranks(value: Tensor) -> list[Tensor]:
+    everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, value)
+    return everywhere
+
+
 def same_on_all_ranks(module: nn.Module) -> bool:
     """Return whether all ranks have the same bits in weights and buffers."""
     own = torch.cat([one.detach().double().flatten() for one in module.state_dict().values()])
-    everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, own)
-    return all(torch.equal(own.view(torch.uint8), other.view(torch.uint8)) for other in everywhere)
+    own = own.view(torch.uint8)
+    return all(torch.equal(own, other) for other in of_all_ranks(own))
 
 
 class SaveAtEnd(Callback):

@@ -1,6 +1,7 @@
 """Simulated ranks, buckets and CUDA events, in one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,13 +35,8 @@ def simulate_ranks(
 ) -> list[str]:
     """Simulate the first of ``world`` ranks, all of which have the same gradients.
 
-    Args:
-        monkeypatch: Restores the functions.
-        world: Number of ranks.
-        device: A real GPU for the futures of collectives, or None.
-
-    Returns:
-        The names of the launched collectives, appended in order.
+    ``device`` is a real GPU for the futures of collectives, or None. The names of the launched
+    collectives are appended to the returned list.
     """
     launched: list[str] = []
 
@@ -78,20 +74,10 @@ def simulate_ranks(
     return launched
 
 
-class SimulatedBucket:
-    """A bucket as DDP passes it to a hook."""
-
-    def __init__(self, index: int, parameters: Sequence[Tensor], buffer: Tensor) -> None:
-        self._index, self._parameters, self._buffer = index, list(parameters), buffer
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
+def simulated_bucket(index: int, parameters: list[Tensor], buffer: Tensor) -> Any:
+    """Return a bucket as DDP passes it to a hook."""
+    found = {"index": index, "parameters": parameters, "buffer": buffer}
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in found.items()})
 
 
 class SimulatedEvent:

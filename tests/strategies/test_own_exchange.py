@@ -16,6 +16,7 @@ import lightning_opt as lo
 from lightning_opt.strategies.compression.compressed_ddp import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.own_exchange import all_to_all
+from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.processes import launch
 from tests.strategies.runs import SHORT_WAIT, Ledger, SaveAtEnd, compressed, fit
 
@@ -23,11 +24,9 @@ pytestmark = pytest.mark.distributed
 
 
 class Stuck(Ledger):
-    """Rank 1 raises in the sixth backward pass; the other ranks wait until its process ends.
+    """Rank 1 raises in the sixth backward pass, and writes the file ``ended`` at its end.
 
-    Args:
-        ended: The file that rank 1 writes at its end.
-        wait_at: The step at which the others wait. They end with 4, or with 5 without the file.
+    The others wait for the file at step ``wait_at``. They end with 4, or with 5 without the file.
     """
 
     def __init__(self, ended: Path, wait_at: int) -> None:
@@ -87,13 +86,18 @@ def test_another_communication_hook_raises(strategy):
         strategy(ddp_comm_hook=print)
 
 
-def _resume_alone(path: str) -> None:
-    for strategy in ("ddp_int8", "diloco"):
-        fit(Ledger(), strategy, range(4), callbacks=[SaveAtEnd(path)])
+def _train_alone(path: str) -> None:
+    expected = SmallNet()
+    fit(expected, "ddp")
+    for strategy in ("ddp_topk", "diloco"):
+        with pytest.raises(ValueError, match="LBFGS"):
+            fit(SmallNet(optimizer="LBFGS"), strategy)
+        fit(model := SmallNet(), strategy, callbacks=[SaveAtEnd(path)])
+        assert_same_weights(model, expected, rtol=0)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "This checkpoint was written without")
-            fit(Ledger(), strategy, range(4), ckpt_path=path, max_epochs=2)
+            fit(SmallNet(), strategy, ckpt_path=path, max_epochs=2)
 
 
-def test_single_process_resumes_without_a_warning(tmp_path):
-    launch(_resume_alone, f"{tmp_path}/last.ckpt", processes=1)
+def test_single_process_trains_like_ddp_resumes_without_a_warning_and_lbfgs_raises(tmp_path):
+    launch(_train_alone, f"{tmp_path}/last.ckpt", processes=1)

@@ -1,7 +1,6 @@
 """A batch size found before training: steps keep their samples, and everything is restored."""
 
 import functools
-import operator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,21 +76,27 @@ def fit(net: LightningModule, callback: lo.DynamicBatchSize, loader: Any, **sett
 
 
 def all_of(epoch: list[list[int]]) -> list[int]:
-    return functools.reduce(operator.iadd, epoch, [])
+    return [sample for batch in epoch for sample in batch]
 
 
 class FromHooks(Net):
+    batch_size = 5
+
     def train_dataloader(self) -> Any:
         return loader_of()
-
-
-class Sized(FromHooks):
-    batch_size = 5
 
 
 class Data(LightningDataModule):
+    requests = 0
+
     def train_dataloader(self) -> Any:
+        self.requests += 1
         return loader_of()
+
+
+class OwnTrainer(Trainer):
+    def _run(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._run(model, *args, **kwargs)
 
 
 class ByAttribute(BatchSampler):
@@ -121,7 +126,9 @@ def test_every_kind_of_loader_gets_the_size_and_serves_each_sample_once(source):
     trainer = quiet_trainer(
         callbacks=[callback], max_epochs=2, logger=logger, reload_dataloaders_every_n_epochs=1
     )
+    trainer.__class__ = OwnTrainer
     trainer.fit(net, **data)
+    assert getattr(data.get("datamodule"), "requests", 2) == 2  # trials do not count
     assert [[len(batch) for batch in epoch] for epoch in net.epochs] == [[12] * 5] * 2
     assert all(sorted(all_of(epoch)) == list(range(60)) for epoch in net.epochs)
     assert callback.size == 12
@@ -230,8 +237,14 @@ def test_learning_rate_is_scaled_once_after_a_step_that_raises():
     assert rates[-3:] == pytest.approx([0.04] * 3)
 
 
-@pytest.mark.parametrize("limit", [{"max_steps": 20, "max_epochs": -1}, {"max_epochs": 4}])
-@pytest.mark.parametrize("rule", [{"scale_lr": "sqrt", "max_size": 20}, {"keep_effective": 20}])
+@pytest.mark.parametrize(
+    ("limit", "rule"),
+    [
+        ({"max_steps": 20, "max_epochs": -1}, {"keep_effective": 20}),
+        ({"max_epochs": 4}, {"keep_effective": 20}),
+        ({"max_epochs": 4}, {"scale_lr": "sqrt", "max_size": 20}),
+    ],
+)
 def test_schedules_end_with_the_training(limit, rule):
 
     class Scheduled(Net):
@@ -372,27 +385,6 @@ class ReadOnly(list[Any]):
     batch_size = property(lambda self: 5)
 
 
-class OwnTrainer(Trainer):
-    def _run(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super()._run(model, *args, **kwargs)
-
-
-class CountingData(LightningDataModule):
-    requests = 0
-
-    def train_dataloader(self) -> Any:
-        self.requests += 1
-        return loader_of()
-
-
-def test_trials_do_not_count_as_requests_to_the_data_module():
-    data = CountingData()
-    trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=PLENTY, max_size=8)])
-    trainer.__class__ = OwnTrainer
-    trainer.fit(Net(), data)
-    assert data.requests == 1
-
-
 @pytest.mark.parametrize("limit", ["max_steps", "max_epochs", "limit_train_batches"])
 def test_run_without_steps_searches_nothing(limit):
     callback = lo.DynamicBatchSize(budget_mb=PLENTY, max_size=8)
@@ -425,6 +417,6 @@ def test_incompatible_settings_raise():
                 quiet_trainer(callbacks=both).fit(Net(), loader_of())
     both = [lo.DynamicBatchSize(**free), BatchSizeFinder()]
     with pytest.raises(ValueError, match="BatchSizeFinder"):
-        quiet_trainer(callbacks=both).fit(Sized())
+        quiet_trainer(callbacks=both).fit(FromHooks())
     both = [lo.Accumulation(2), lo.DynamicBatchSize(**free)]
     quiet_trainer(callbacks=both).fit(Net(), loader_of())

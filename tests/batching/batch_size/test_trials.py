@@ -76,8 +76,23 @@ class Writer(Callback):
     teardown = write
 
 
+class Counting(Wide):
+    """Its hooks close over the model: a trial's copy calls the hooks of the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.scale = nn.Buffer(torch.zeros(WIDTH)), nn.Parameter(torch.ones(()))
+
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean.add_(output.detach().mean(0))
+            return output * self.scale
+
+        self.first.register_forward_hook(hook)
+
+
 def test_search_has_no_side_effects(tmp_path, request):
-    class Callbacks(Wide):
+    class Callbacks(Counting):
         def configure_callbacks(self) -> Any:
             return [
                 EarlyStopping("of validation"),
@@ -121,6 +136,7 @@ def test_search_has_no_side_effects(tmp_path, request):
     assert_same_weights(model, weights)
     assert model.first.weight.grad.eq(1).all()
     assert model.calls == 0
+    assert model.scale.grad is None
     assert trainer.callbacks == callbacks
     assert [part.state_dict() for part in (*callbacks, plugin)] == states
     assert logger.records == logger.images == []
@@ -272,30 +288,6 @@ def test_another_error_than_out_of_memory_is_raised_with_a_note():
         assert "trains a copy of the model" in "".join(error.value.__notes__)
 
 
-class Counting(Wide):
-    """Its hooks close over the model: a trial's copy calls the hooks of the original."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.scale = nn.Buffer(torch.zeros(WIDTH)), nn.Parameter(torch.ones(()))
-
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            self.calls += 1
-            self.mean.add_(output.detach().mean(0))
-            return output * self.scale
-
-        self.first.register_forward_hook(hook)
-
-
-def test_trials_write_nothing_into_the_model_through_its_hooks():
-    model = Counting()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    lo.find_batch_size(quiet_trainer(), model, loader_of(400), max_size=16)
-    assert model.calls == 0
-    assert model.scale.grad is None
-    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-
-
 def scripted() -> nn.Module:
     module = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
     next(module.parameters()).requires_grad_(False)
@@ -425,6 +417,8 @@ def test_incompatible_settings_raise():
         lo.find_batch_size(quiet_trainer(), Wide(), loader_of(), mode="best")
     with pytest.raises(ValueError, match="not a torch DataLoader"):
         lo.find_batch_size(quiet_trainer(), Wide(), [[torch.randn(4, 8)]])
+    with pytest.raises(ValueError, match=r"that DDPStrategy starts.*DynamicBatchSize"):
+        lo.find_batch_size(quiet_trainer(strategy="ddp_spawn"), Wide(), loader_of())
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = SimpleNamespace(world_size=2, strategy=strategy)
     with pytest.raises(ValueError, match=r"ModelParallelStrategy.*strategy='ddp'"):

@@ -28,15 +28,9 @@ pytestmark = [
 
 
 class Shared(Net):
-    """Each rank has its own samples.
+    """Each rank has its own samples, and its own largest batch that ``fits``.
 
-    Args:
-        counts: Samples of each rank.
-        fits: The largest batch that fits, by rank.
-        where: Where memory runs out, see ``Net``.
-        unused: Whether there is a layer that no loss depends on.
-        sharded: Whether FSDP2 shards the parameters.
-        drops: Whether batches come from a DistributedSampler, and rank 1 drops a sample of each.
+    With ``drops``, batches come from a DistributedSampler, and rank 1 drops a sample of each.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -18,11 +17,6 @@ from lightning_opt.core.measure.memory import (
 )
 
 CPU = torch.device("cpu")
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
-
-
-def test_resident_memory_agrees_with_psutil():
-    assert resident_memory() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
 
 def test_current_memory_replaces_a_peak_that_the_kernel_does_not_record(monkeypatch):
@@ -30,7 +24,7 @@ def test_current_memory_replaces_a_peak_that_the_kernel_does_not_record(monkeypa
     assert peak_memory(CPU) == pytest.approx(resident_memory(), rel=0.1)
 
 
-@linux
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 def test_meters_that_run_together_keep_their_own_peaks():
     """Only a meter started before 256 MB were allocated and freed reports them."""
     malloc_trim()  # memory of earlier tests

@@ -11,13 +11,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_opt.core.modules.patching import replaced
 from lightning_opt.data.pipeline.loaders import (
     LoaderSettings,
     attributes_for,
     endless_indices,
     reason_to_skip,
-    settings_of,
 )
 from tests.data.datasets import Counted, Eager, Numbers, Stream
 
@@ -70,15 +68,10 @@ def test_loader_with_running_workers_is_skipped():
     vars(loader)["_iterator"] = None
 
 
-def test_settings_are_changed_in_place_and_restored():
+def test_loader_without_workers_has_no_timeout():
     loader = DataLoader(Numbers(), batch_size=3, num_workers=1, timeout=9, prefetch_factor=5)
-    before = dict(vars(loader))
-    with replaced(loader, **attributes_for(loader, LoaderSettings(2, 4, False, True))):
-        assert settings_of(loader) == LoaderSettings(2, 4, False, True)
-        assert [int(number) for batch in loader for number in batch] == list(range(24))
-    assert {**vars(loader), "_iterator": None} == before
-    vars(loader).update(attributes_for(loader, LoaderSettings()), _iterator=None)
-    assert loader.timeout == 0  # as torch requires without workers
+    vars(loader).update(attributes_for(loader, LoaderSettings()))
+    assert loader.timeout == 0  # as torch requires
     assert [int(number) for batch in loader for number in batch] == list(range(24))
 
 

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import ConcatDataset, DataLoader
 
@@ -84,14 +83,26 @@ def test_samples_are_the_same_under_ddp(cached, own_sampler):
         assert sorted(row for batch in batches for row in batch) == list(range(24))
 
 
-def test_loader_that_each_epoch_requests_again_is_tuned_in_each(monkeypatch):
-    monkeypatch.setattr(Search, "run", choose(WORKERS))
-    model, data = Recorded(), DataLoader(Rows(), batch_size=4)
-    model.train_dataloader = lambda: data
-    callbacks = [record := Record(), lo.DataPipelineTuner(verbose=False)]
+@pytest.mark.parametrize("same", [True, False], ids=["the same", "a new one"])
+def test_loader_that_each_epoch_requests_again_is_tuned_in_each(same, monkeypatch):
+    """It is measured once, and torch does not warn that there are more workers than CPUs."""
+    measured, made, data = [], [], DataLoader(Rows(), batch_size=4)
+
+    def train_dataloader():
+        made.append(data if same else DataLoader(Rows(), batch_size=4))
+        return made[-1]
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(Search, "run", lambda *_: measured.append(1) or WORKERS)
+    model, record, tuner = Recorded(), Record(), lo.DataPipelineTuner(verbose=False)
+    model.train_dataloader = train_dataloader
     settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-    quiet_trainer(callbacks=callbacks, **settings).fit(model)
+    quiet_trainer(callbacks=[tuner, record], **settings).fit(model)
+    assert measured == [1]
+    assert len(made) == 3  # as often as without the tuner
     assert record.workers == {2}
+    assert "check_worker_number_rationality" not in vars(made[-1])  # after the run it warns again
 
 
 @pytest.mark.distributed
@@ -181,17 +192,6 @@ def test_slow_items_get_workers_and_the_table_is_printed(capsys, monkeypatch):
     assert tuner.report().rows[0]["ms a batch"] < 5000
 
 
-def test_torch_does_not_warn_about_the_measured_number_of_workers(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(Search, "run", choose(WORKERS))
-    data = DataLoader(Rows(), batch_size=4)
-    record = Record()
-    quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False), record]).fit(Recorded(), data)
-    assert record.workers == {2}
-    assert "check_worker_number_rationality" not in vars(data)  # after the run it warns again
-
-
 def test_main_process_touches_neither_dataset_nor_sampler():
     dataset, sampler = datasets.Counting(), datasets.Counted()
     loader = DataLoader(dataset, sampler=sampler, batch_size=4, collate_fn=lambda items: items)
@@ -201,29 +201,6 @@ def test_main_process_touches_neither_dataset_nor_sampler():
     quiet_trainer(callbacks=[tuner, look]).fit(Ignoring(), loader)
     assert tuner.report().rows
     assert found == [(0, 0)]
-
-
-def test_chosen_settings_are_applied_at_each_reload(monkeypatch):
-    class Module(LightningDataModule):
-        made = 0
-
-        def train_dataloader(self):
-            self.made += 1
-            return DataLoader(Rows(8), batch_size=4)
-
-        val_dataloader = train_dataloader
-
-    measured = []
-    monkeypatch.setattr(Search, "run", lambda *_: measured.append(1) or LoaderSettings(1, 2))
-    module, record = Module(), Record()
-    tuner = lo.DataPipelineTuner(verbose=False)
-    trainer = quiet_trainer(
-        callbacks=[tuner, record], max_epochs=2, reload_dataloaders_every_n_epochs=1
-    )
-    trainer.fit(Recorded(), datamodule=module)
-    assert module.made == 4  # as often as without the tuner
-    assert measured == [1]
-    assert record.workers == {1}
 
 
 def test_methods_replaced_by_others_are_restored(monkeypatch):
@@ -238,7 +215,7 @@ def test_methods_replaced_by_others_are_restored(monkeypatch):
 
     trainer.strategy.process_dataloader = process
     for _ in range(2):
-        trainer.fit(Recorded(), DataLoader(Rows(8), batch_size=4))
+        trainer.fit(Recorded(), DataLoader(Rows(), batch_size=4))
         assert vars(trainer.strategy)["process_dataloader"] is process
         assert "dataloader" not in vars(trainer.fit_loop._data_source)
         trainer.fit_loop.epoch_progress.reset()
@@ -266,20 +243,17 @@ def unpicklable():
 )
 def test_untunable_loader_stays_unchanged_with_a_warning(data, reason, caplog):
     loaders = data()
-    before = [dict(vars(loader)) for loader in _as_list(loaders)]
+    listed = loaders if isinstance(loaders, list) else [loaders]
+    before = [dict(vars(loader)) for loader in listed]
     tuner = lo.DataPipelineTuner()
     model = Ignoring()
     with caplog.at_level(logging.WARNING):
         fit(tuner, loaders, model, max_steps=2)
-    assert [dict(vars(loader)) for loader in _as_list(loaders)] == before
+    assert [dict(vars(loader)) for loader in listed] == before
     assert tuner.chosen is None
     (message,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
     assert re.search(reason, message)
     assert tuner.report().notes
-
-
-def _as_list(loaders):
-    return loaders if isinstance(loaders, list) else [loaders]
 
 
 class Ignoring(SmallNet):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import lightning_opt as lo
 from lightning_opt.strategies.compression import choice, exchange
 from lightning_opt.strategies.compression.choice import (
-    TIMED_STEPS,
     UNTIMED_STEPS,
     AutoChoice,
     Ramp,
@@ -39,6 +38,9 @@ from tests.strategies.runs import (
 SECONDS_PER_BYTE = 3e-5
 """The slow link carries 33 KB per second: the 10 KB of gradients take 0.3 s."""
 
+TIMED_STEPS = 2
+"""Timed steps of each trial in these tests, where every step takes exactly as long."""
+
 UNCOMPRESSED = 2 + UNTIMED_STEPS + TIMED_STEPS
 """Steps of the warm-up and of the trial without compression."""
 
@@ -55,10 +57,6 @@ class SlowLink:
 
     Messages are sent one after the other. The clock is constant during the backward pass, and
     advances to the arrival of the last message before the next step.
-
-    Args:
-        patch: Patches the clock and the collectives.
-        seconds_per_byte: Time to send a byte.
     """
 
     def __init__(
@@ -66,6 +64,7 @@ class SlowLink:
     ) -> None:
         self.now = self.arrival = 0.0
         self._seconds_per_byte = seconds_per_byte
+        patch.setattr(choice, "TIMED_STEPS", TIMED_STEPS)
         patch.setattr(choice, "time", SimpleNamespace(perf_counter=self._step_end))
         patch.setattr(dist, "all_reduce", self._slowed(dist.all_reduce, 0))
         patch.setattr(dist, "isend", self._slowed(dist.isend, 0))
@@ -140,6 +139,7 @@ def test_gentlest_scheme_that_pays_is_chosen(seconds, chosen):
 def test_choice_ignores_untimed_steps(monkeypatch):
     """The warm-up and the first steps of each trial are much slower."""
     now, warmup, length = 0.0, 3, UNTIMED_STEPS + TIMED_STEPS
+    monkeypatch.setattr(choice, "TIMED_STEPS", TIMED_STEPS)
     monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: now))
     schemes = [None, Quantize(8), TopK(0.3)]
     auto = AutoChoice(schemes, warmup, torch.device("cpu"))
@@ -289,9 +289,10 @@ def _choice_on_slow_link() -> list[str]:
         assert_conserved(model, strategy, steps)
         assert [row["chosen"] for row in strategy.describe().rows] == [False] * 3 + [True]
         # Adam and AdaptiveClipping exclude Top-K, which sends gradients late.
+        quantized = UNCOMPRESSED + 2 * TRIALS // 3 + 1
         for kind, callbacks in ((AdamLedger, []), (Ledger, [lo.AdaptiveClipping()])):
             strategy = auto_ddp()
-            assert TOPK not in run(kind(), strategy, range(UNCOMPRESSED + 17), callbacks=callbacks)
+            assert TOPK not in run(kind(), strategy, range(quantized), callbacks=callbacks)
             found = [row["scheme"] for row in strategy.describe().rows]
             assert found == ["uncompressed", INT8, INT4]
     return lines
@@ -306,19 +307,19 @@ def test_top_k_is_chosen_on_a_slow_link():
 def _ramped() -> None:
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch)
-        # Half of the 144 steps are the ramp, in two stages. Rank 1 expects more steps.
-        expects = 144.0 * (1 + int(os.environ["RANK"]))
+        # Half of the 64 steps are the ramp, in two stages. Rank 1 expects more steps.
+        expects = 64.0 * (1 + int(os.environ["RANK"]))
         patch.setattr(Trainer, "estimated_stepping_batches", expects)
         logger, model = MemoryLogger(), Ledger()
         strategy = auto_ddp(ratio=0.05, ramp_steps=None)
-        fit(model, strategy, range(144), logger=logger, log_every_n_steps=1)
-        assert_conserved(model, strategy, 144)
+        fit(model, strategy, range(64), logger=logger, log_every_n_steps=1)
+        assert_conserved(model, strategy, 64)
         if dist.get_rank() == 0:
             sent = logger.series("comm/bytes")[UNCOMPRESSED + TRIALS - TIMED_STEPS :]
             trial, ramp = sent[:TIMED_STEPS], sent[TIMED_STEPS:]
-            assert set(trial) == set(ramp[72:])
-            assert len(set(ramp[:36])) == len(set(ramp[36:72])) == 1
-            assert ramp[0] > 3 * ramp[36] > 3.5 * ramp[72]
+            assert set(trial) == set(ramp[32:])
+            assert len(set(ramp[:16])) == len(set(ramp[16:32])) == 1
+            assert ramp[0] > 3 * ramp[16] > 3.5 * ramp[32]
 
 
 def _ramp_and_slow_rank() -> str:

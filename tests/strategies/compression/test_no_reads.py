@@ -13,7 +13,7 @@ from lightning_opt.strategies.compression.buckets import clip_locally
 from lightning_opt.strategies.compression.hook import CompressedReduction, Traffic
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from tests.helpers.syncs import SyncCounter, take_device_path
-from tests.strategies.simulated import SimulatedBucket, simulate_ranks
+from tests.strategies.simulated import simulate_ranks, simulated_bucket
 
 SCHEMES = {
     "uncompressed": None,
@@ -24,6 +24,9 @@ SCHEMES = {
     "threshold": Threshold(0.5, max_ratio=0.2),
     "auto threshold": Threshold("auto", max_ratio=0.05),
 }
+
+RUNS = [(name, 2) for name in SCHEMES] + [("int8", 3), ("int4", 3)]
+"""Names of schemes, and numbers of ranks. From three on, quantized messages take two stages."""
 
 SIZES = (700, 3, 1500)
 
@@ -51,8 +54,8 @@ def run_steps(hook: CompressedReduction, parameters: list[Tensor], device: str) 
             buckets[1][-1] = -math.inf
         for index, buffer in enumerate(buckets):
             own = parameters[:1] if index == 0 else parameters[1:]
-            bucket = SimulatedBucket(index, own, buffer)
-            means.append(hook.reduce(bucket).wait())  # type: ignore[arg-type]
+            bucket = simulated_bucket(index, own, buffer)
+            means.append(hook.reduce(bucket).wait())
         found = torch.full((), float(step == 3), device=device)
         hook.skip(parameters[:2], found)  # all of the first bucket, and part of the second
     hook.commit()
@@ -68,9 +71,9 @@ def scaled(device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("settings", [dict, lambda: scaled("cpu")], ids=["plain", "fp16"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(("scheme", "world"), RUNS)
 def test_device_path_reads_nothing_and_equals_the_cpu_path(monkeypatch, scheme, world, settings):
+    scheme = SCHEMES[scheme]
     launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.zeros(size) for size in SIZES]
     found = []
@@ -103,8 +106,8 @@ def test_bound_that_is_not_finite_is_not_saved(monkeypatch):
     hook = reduction(SCHEMES["auto threshold"], parameters)
     first, second = gradients(0)
     second.fill_(math.nan)
-    hook.reduce(SimulatedBucket(0, parameters[:1], first)).wait()  # type: ignore[arg-type]
-    hook.reduce(SimulatedBucket(1, parameters[1:], second)).wait()  # type: ignore[arg-type]
+    hook.reduce(simulated_bucket(0, parameters[:1], first)).wait()
+    hook.reduce(simulated_bucket(1, parameters[1:], second)).wait()
     assert list(hook.state_dict()["bounds"]) == ["p0"]
     hook.close()
 
@@ -121,12 +124,11 @@ def test_seconds_count_overlapping_buckets_once(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(("scheme", "world"), RUNS)
 def test_exchange_does_not_synchronize_on_gpu(monkeypatch, scheme, world):
     simulate_ranks(monkeypatch, world, torch.device("cuda", 0))
     parameters = [torch.zeros(size, device="cuda") for size in SIZES]
-    hook = reduction(scheme, parameters, **scaled("cuda"))
+    hook = reduction(SCHEMES[scheme], parameters, **scaled("cuda"))
     run_steps(hook, parameters, "cuda")  # the first step of a bucket makes its buffers
     torch.cuda.set_sync_debug_mode("error")
     try:

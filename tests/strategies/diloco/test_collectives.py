@@ -10,23 +10,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as lightnings
 
 import lightning_opt as lo
-from tests.helpers.models import WholeBatchNet, loader_of
 from tests.helpers.processes import launch
+from tests.strategies.diloco.test_replicas import STEPS, Net
 from tests.strategies.runs import fit, same_on_all_ranks
 
 pytestmark = pytest.mark.distributed
 
-STEPS, WINDOW = 16, 4
-
-
-class Net(WholeBatchNet):
-    """Each rank has its own batches."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"optimizer": "AdamW", "widths": (7, 5), **settings})
-
-    def train_dataloader(self) -> Any:
-        return loader_of(STEPS, 4, seed=self.global_rank)
+WINDOW = 4
 
 
 class Collectives(Callback):
@@ -87,7 +77,7 @@ def _count(processes: int) -> list[int]:
             LOCAL_RANK=str(rank % processes),
             LOCAL_WORLD_SIZE=str(processes),
         )
-    counts, model = Collectives(processes), Net()
+    counts, model = Collectives(processes), Net(optimizer="AdamW")
     fit(
         model,
         lo.DiLoCoStrategy(WINDOW),

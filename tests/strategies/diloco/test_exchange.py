@@ -18,6 +18,7 @@ from lightning_opt.strategies.diloco.exchange import (
     make_groups,
 )
 from tests.helpers.processes import launch
+from tests.strategies.runs import of_all_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -100,9 +101,7 @@ def _repeated() -> None:
             width = {"int8": 1.0, "int4": 0.5}[compression]
             dense = 2 * (among.count - 1) * own.numel() / among.count
             assert width * dense < sent < width * dense + 3000
-        everywhere = [torch.empty_like(total) for _ in range(among.count)]
-        dist.all_gather(everywhere, total)
-        assert all(torch.equal(total, other) for other in everywhere)
+        assert all(torch.equal(total, other) for other in of_all_ranks(total))
 
 
 def _non_finite() -> None:

@@ -17,7 +17,7 @@ from tests.helpers.models import WholeBatchNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import logged_warnings
 from tests.strategies.diloco.reference import assert_equals_simulation
-from tests.strategies.runs import fit, same_on_all_ranks
+from tests.strategies.runs import fit, of_all_ranks, same_on_all_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -30,13 +30,7 @@ WINDOW = {"steps": STEPS, "sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0}
 
 
 class Net(WholeBatchNet):
-    """Each rank has its own batches; some batches of rank 1 give a NaN.
-
-    Args:
-        bad: Numbers of these batches.
-        fewer: Number of batches that rank 1 lacks.
-        settings: Arguments of :class:`SmallNet`.
-    """
+    """Each rank has its own batches. Rank 1 lacks some, and its ``bad`` ones give a NaN."""
 
     def __init__(self, bad: tuple[int, ...] = (), fewer: int = 0, **settings: Any) -> None:
         super().__init__(**{"widths": (7, 5), **settings})
@@ -61,12 +55,6 @@ def loss_of(model: nn.Module, step: int, replica: int) -> Tensor:
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
-def of_all_ranks(value: Tensor) -> list[Tensor]:
-    everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, value)
-    return everywhere
 
 
 class ClippedAndDecayed(torch.optim.SGD):
