@@ -115,6 +115,7 @@ def test_pairs_without_common_rows_are_samples(number):
     parts = lo.split_batch(batch, 1)
     assert all(part[0] is pair for part, pair in zip(parts, batch, strict=True))
     assert read_batch([(X, X[:, :1])] * number).samples == 7
+    assert read_batch([Rows(torch.arange(5))] * number).samples == number
 
 
 class Graphs:
@@ -153,10 +154,6 @@ def test_graphs_and_tensordicts_beside_other_fields_are_split(kind):
         (rows,) = {key: value for key, value in vars(second[0]).items() if key != "batch_size"}
         assert list(getattr(second[0], rows)) == [2, 3]
         assert second[1] is batch[1] or batch[1] is whole
-
-
-def test_list_of_tensordicts_holds_samples():
-    assert read_batch([Rows(torch.arange(5))] * 3).samples == 3
 
 
 def test_micro_batches_have_their_share_of_samples():
