@@ -262,22 +262,17 @@ class Worker:
 
     def _exchange(self, trainer: pl.Trainer, steps: list[Step]) -> int:
         """Send the steps of the last block, and wait for the number of steps of the next."""
+        device = trainer.strategy.root_device
         if steps:
             self._send_steps(steps)
-        else:
-            device = trainer.strategy.root_device
-            if device.type == "cuda":
-                self._meter, self._baseline = PeakMeter(device), 0
-            self._send("ready")
+        elif device.type == "cuda":
+            self._meter, self._baseline = PeakMeter(device), 0
         return self._requests.get()
 
     def _send_steps(self, steps: list[Step]) -> None:
-        peak = max(0, self._meter.read() - self._baseline)
-        self._send("steps", [tuple(step) for step in steps], peak)
-
-    def _send(self, *message: Any) -> None:
         if self._connection is not None:
-            self._connection.send(message)
+            peak = max(0, self._meter.read() - self._baseline)
+            self._connection.send(("steps", steps, peak))
 
     def _report(self, error: BaseException, kind: str) -> None:
         """Report a failure with its time: the first failure of a rank causes the others."""

@@ -115,7 +115,6 @@ class TrainingProcess:
         self.timeout = check_positive("timeout", timeout)
         self.steps: list[Step] = []
         self.peak_bytes = 0
-        self._is_ready = False
         self._failure: FitFailed | None = None
         payload = {
             "path": [entry or str(Path.cwd()) for entry in sys.path],
@@ -151,11 +150,19 @@ class TrainingProcess:
             RuntimeError: If the process was closed.
         """
         check_at_least("steps", steps, 1)
-        self._wait_until_ready()
-        self._send(steps)
-        _, taken_steps, self.peak_bytes = self._receive()
-        taken = [Step(*step) for step in taken_steps]
+        if self._failure is not None:
+            raise self._failure
+        if self.closed:
+            raise RuntimeError("The training was closed.")
+        try:
+            self._send(steps)
+            taken, self.peak_bytes = self._receive()
+        except BaseException:  # after Ctrl-C, the next call would receive the steps of this one
+            self._finalizer()
+            raise
         self.steps += taken
+        if not self.steps:
+            self._fail("setup", "The run has no steps: its data is empty.")
         if len(taken) < steps:
             self._fail(
                 "error",
@@ -185,28 +192,14 @@ class TrainingProcess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _wait_until_ready(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self.closed:
-            raise RuntimeError("The training was closed.")
-        if self._is_ready:
-            return
-        try:
-            message = self._receive()
-        except BaseException:  # Ctrl-C too
-            self._finalizer()
-            raise
-        if message[0] != "ready":
-            self._fail("setup", "The run has no steps: its data is empty.")
-        self._is_ready = True
-
     def _send(self, steps: int) -> None:
         with contextlib.suppress(OSError):  # the process has died, which `_receive` reports
             self._connection.send(steps)
 
-    def _receive(self) -> Any:
-        deadline = time.monotonic() + self.timeout
+    def _receive(self) -> tuple[list[Step], int]:
+        """Wait for the steps of the last request, and the peak of memory."""
+        seconds = self.timeout if self.steps else 2 * self.timeout  # for the start and the steps
+        deadline = time.monotonic() + seconds
         while not self._connection.poll(max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))):
             if any(self._folder.glob(f"*{FAILED}")):  # rank 0 may wait for the failed rank forever
                 self._fail("died", "Another rank has failed.")
@@ -217,7 +210,7 @@ class TrainingProcess:
             if time.monotonic() > deadline:
                 self._fail(
                     "timeout",
-                    f"The run did not respond within {self.timeout:g} s.",
+                    f"The run did not respond within {seconds:g} s.",
                     self._log_with_stacks(),
                 )
         try:
@@ -228,7 +221,8 @@ class TrainingProcess:
         if message[0] == "failed":
             _, failed_at, kind, last_line, details = message
             self._fail(kind, last_line, details, failed_at)
-        return message
+        _, steps, peak_bytes = message
+        return steps, peak_bytes
 
     def _log_with_stacks(self) -> str:
         """Return the log after all ranks have written their stacks into it."""

@@ -440,6 +440,19 @@ def test_deleted_process_is_killed():
     assert gone(pid)
 
 
+def test_interrupted_training_is_closed(monkeypatch):
+    """Otherwise the next call would receive the steps of the interrupted one."""
+    fit = TrainingProcess(Net, rows, CPU)
+    fit.advance(1)
+    pid = pid_of(fit)
+    monkeypatch.setattr(fit._connection, "poll", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fit.advance(1)
+    assert gone(pid)
+    with pytest.raises(RuntimeError, match="closed"):
+        fit.advance(1)
+
+
 # --- factories ----------------------------------------------------------------------------------
 
 
