@@ -26,7 +26,6 @@ COMMANDS = {
     "profile": "measure where a step's time goes",
     "doctor": "train some steps and report problems",
 }
-"""The purpose of each command."""
 
 HELP = f"""usage: lightning-opt [-h] [--version] <command> ...
 

@@ -59,8 +59,7 @@ def fit_class(base: Any) -> Any:
             self.config = parser.parse_args(args)  # type: ignore[arg-type]
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            group = parser.add_argument_group("lightning_opt", "Presets:")
-            add_preset(group, None)
+            add_preset(parser.add_argument_group("lightning_opt", "Presets:"), None)
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             config = self.config.fit
@@ -105,7 +104,7 @@ examples:
 """
 
 
-def _presets_parser() -> LightningArgumentParser:
+def run_presets(argv: Sequence[str]) -> int:
     parser: LightningArgumentParser = cli_of(DEFAULT).LightningArgumentParser(
         prog="lightning-opt presets",
         usage="lightning-opt presets [preset] [options]",
@@ -115,16 +114,11 @@ def _presets_parser() -> LightningArgumentParser:
     )
     parser.add_lightning_class_args(DEFAULT.Trainer, "trainer")
     hide_all(parser)
-    group = parser._action_groups[-1]
-    group.title = "trainer"
-    group.description = "--trainer.<argument>: any argument, such as --trainer.strategy ddp."
+    parser.add_argument_group(
+        "trainer", "--trainer.<argument>: any argument, such as --trainer.strategy ddp."
+    )
     parser.add_argument("preset", nargs="?", help="Preset to explain.")
     parser.add_argument("--yaml", action="store_true", help="Write the preset as YAML.")
-    return parser
-
-
-def run_presets(argv: Sequence[str]) -> int:
-    parser = _presets_parser()
     config = parser.parse_args(argv)
     if config.yaml and not config.preset:
         raise UsageError("--yaml needs the name of a preset: lightning-opt presets advanced --yaml")

@@ -103,7 +103,13 @@ def autotune(
         >>> result = lo.autotune(make_model, make_data, budget="2m")  # doctest: +SKIP
         >>> trainer = L.Trainer(**result.trainer_kwargs(max_epochs=3))  # doctest: +SKIP
     """
-    _check_rank()
+    rank = rank_zero_only.rank  # type: ignore[attr-defined] # Lightning's, also under SLURM
+    if rank:
+        raise RuntimeError(
+            f"autotune was called in rank {rank} of a distributed run. Each rank would search and "
+            "could find different settings. Search in a separate script, save the result with "
+            "result.save(folder), and train with the settings in folder/trainer.yaml."
+        )
     check_candidates(candidates)
     check_one_of("objective", objective, tuple(OBJECTIVES))
     return Tuning(
@@ -116,16 +122,6 @@ def autotune(
         timeout=None if timeout is None else check_positive("timeout", timeout),
         progress=progress,
     ).run()
-
-
-def _check_rank() -> None:
-    rank = rank_zero_only.rank  # type: ignore[attr-defined] # Lightning's, also under SLURM
-    if rank:
-        raise RuntimeError(
-            f"autotune was called in rank {rank} of a distributed run. Each rank would search and "
-            "could find different settings. Search in a separate script, save the result with "
-            "result.save(folder), and train with the settings in folder/trainer.yaml."
-        )
 
 
 def parse_budget(budget: str | float) -> float:

@@ -101,18 +101,17 @@ def compare_gradients(
             values = gradients.get(name, torch.zeros_like(target))
             floor = MAX_CANCELLATION_ERROR * largest[name.rpartition(".")[0]]
             if _root_mean_square(values - target) > floor:
-                why = _gradient_difference(name, values, target, noisy.get(name))
-                if why:
+                noise_values = noisy.get(name, torch.zeros_like(target))
+                if why := _gradient_difference(name, values, target, noise_values):
                     return why
     return ""
 
 
-def _gradient_difference(name: str, values: Tensor, target: Tensor, noisy: Tensor | None) -> str:
+def _gradient_difference(name: str, values: Tensor, target: Tensor, noisy: Tensor) -> str:
     """Describe the difference if it exceeds the noise, else return ""."""
     if not values.any():
         return f"{name} has no gradient, but the baseline trains it"
     cosine, length = _cosine_and_length(values, target)
-    noisy = torch.zeros_like(target) if noisy is None else noisy
     noise_cosine, noise_length = _cosine_and_length(noisy, target)
     uncertainty = 2 / math.sqrt(len(target))  # the cosine is uncertain if there are few elements
     if cosine < MIN_COSINE * noise_cosine - uncertainty:

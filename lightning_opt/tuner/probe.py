@@ -150,13 +150,10 @@ class TrialWatch(BaseCallback):
                 if name in self._initial
             }
             if trainer.is_global_zero:
-                self._write()
-
-    def _write(self) -> None:
-        content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
-        unfinished = self._file.with_suffix(".unfinished")
-        torch.save(content, unfinished)
-        unfinished.replace(self._file)  # so the tuner never reads a partial file
+                content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
+                unfinished = self._file.with_suffix(".unfinished")
+                torch.save(content, unfinished)
+                unfinished.replace(self._file)  # so the tuner never reads a partial file
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -66,11 +66,10 @@ class TuneResult:
         return Report(title, [self._row(trial) for trial in ordered], notes)
 
     def _row(self, trial: Trial) -> dict[str, Any]:
-        timed = trial.ratio is not None and trial.low is not None and trial.high is not None
         return {
             "configuration": trial.name,
             "time": _rounded(trial.ratio, 3),
-            "interval": f"{trial.low:.3f} to {trial.high:.3f}" if timed else None,
+            "interval": f"{trial.low:.3f} to {trial.high:.3f}" if trial.high else None,
             "step ms": _rounded(None if trial.seconds is None else 1e3 * trial.seconds, 2),
             "memory": _rounded(trial.peak_ratio, 3),
             "peak MiB": _rounded(None if trial.peak is None else trial.peak / MB, 1),

@@ -29,7 +29,6 @@ TURN_SECONDS = 0.05
 periods. Turns that are longer than these periods, such as 150 ms, more than double the noise."""
 
 MAX_STEPS_PER_BLOCK = 200
-"""Maximum number of steps per block."""
 
 WARMUP_STEPS, WARMUP_SECONDS = 64, 1.0
 """The baseline warms up for at most this many steps or seconds: short steps are slow at first."""

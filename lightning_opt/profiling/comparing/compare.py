@@ -18,7 +18,7 @@ from lightning_opt.core.measure.timing import rotated, take_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs
 from lightning_opt.core.output.report import Report, finite
 from lightning_opt.worker.gate import Step
-from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
+from lightning_opt.worker.recipes import Factory, Settings, check_settings
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 MIN_TURN_SECONDS = 0.1
@@ -154,13 +154,11 @@ class Comparison(Measured):
             "ms/step": 1e3 * statistics.median(step.seconds for step in steps) if steps else None,
             "samples/s": sum(step.samples for step in steps) / total if total else None,
         }
+        row |= ratio_columns(self.ratios.get(run.name))
         if run.failure is not None:
-            row |= dict.fromkeys(("ratio", "low", "high"))
-            row["verdict"] = f"failed, {run.failure.kind}: {run.failure.message}"
-        elif is_first or run.name in self.ratios:
-            row |= ratio_columns(self.ratios.get(run.name))
-        else:
-            row |= {**dict.fromkeys(("ratio", "low", "high")), "verdict": "nothing to compare with"}
+            row |= {"ratio": None, "verdict": f"failed, {run.failure.kind}: {run.failure.message}"}
+        elif not is_first and run.name not in self.ratios:
+            row |= {"ratio": None, "verdict": "nothing to compare with"}
         row["peak MB"] = None if run.peak is None else round(run.peak / MB, 1)
         row["loss, equal steps"] = loss
         return row
@@ -253,8 +251,6 @@ def compare(
         ... )
         >>> print(result)  # doctest: +SKIP
     """
-    check_factory("model", model)
-    check_factory("data", data)
     if not isinstance(configurations, Mapping) or not configurations:
         raise ValueError(
             "configurations must be a dict from names to Trainer arguments with at least one "
@@ -271,7 +267,6 @@ def compare(
         raise ValueError(
             f"There must be at least one step per turn: steps is {steps} and rounds {rounds}."
         )
-    check_positive("timeout", timeout)
     if seconds is not None:
         check_positive("seconds", seconds)
     end = math.inf if seconds is None else time.monotonic() + seconds

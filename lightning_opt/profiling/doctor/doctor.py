@@ -134,9 +134,7 @@ def doctor(trainer: pl.Trainer) -> Diagnosis:
     found: list[Verdict] = []
     notes: list[str] = []
     for part in parts_of(trainer):
-        diagnose = getattr(part, "diagnose", None)
-        if callable(diagnose):
-            found += collect(diagnose, type(part).__name__, notes)
+        found += collect(getattr(part, "diagnose", list), type(part).__name__, notes)
     measured = {verdict.topic for verdict in found if verdict.state != "unknown"}
     for check in CHECKS:
         found += [

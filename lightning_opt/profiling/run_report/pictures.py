@@ -26,13 +26,11 @@ Points = Sequence[tuple[float, float]]
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 
-WIDTH = 10.4
-"""Width of a picture in inches."""
+WIDTH = 10.4  # of a picture, in inches
 
 FIGURE = "<figure><figcaption>{}</figcaption>{}</figure>"
 
-MAX_NAME = 41
-"""Maximum number of characters of a layer's name."""
+MAX_NAME = 41  # characters of a layer's name
 
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, OLIVE, GREY = (f"C{number}" for number in range(8))
 

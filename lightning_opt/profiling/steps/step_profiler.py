@@ -12,7 +12,7 @@ import torch
 from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report, Verdict
-from lightning_opt.profiling.durations import Durations, Work
+from lightning_opt.profiling.durations import Work
 from lightning_opt.profiling.flops import Flops, peak_flops
 from lightning_opt.profiling.steps import phase_clock as phases
 from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock, Phases
@@ -76,11 +76,11 @@ class Measures:
 
     def seconds_of_steps(self) -> dict[str, float]:
         """Return the total seconds of each phase of a step, without callbacks."""
-        names = self.clock.phases.names
+        left_out = {phases.NAMES[phase] for phase in phases.NOT_OF_A_STEP}
         return {
-            names[phase]: durations.total
-            for phase, durations in self.clock.durations.items()
-            if phase not in phases.NOT_OF_A_STEP and not names[phase].startswith(phases.CALLBACK)
+            name: seconds
+            for name, seconds in self.seconds.items()
+            if name not in left_out and not name.startswith(phases.CALLBACK)
         }
 
     def report(self) -> Report:
@@ -89,7 +89,15 @@ class Measures:
         ordered = sorted(self.clock.durations.items(), key=lambda item: -item[1].total)
         rows: list[dict[str, Any]] = []
         for phase, durations in ordered:
-            row = _row(names[phase], durations, wall)
+            row = {
+                "phase": names[phase],
+                "total s": float(f"{durations.total:.5g}"),
+                "share": f"{100 * durations.total / wall:.1f}%" if wall else None,
+                "count": durations.count,
+                "mean ms": _milliseconds(durations.mean),
+                "median ms": _milliseconds(durations.quantile(0.5)),
+                "p95 ms": _milliseconds(durations.quantile(0.95)),
+            }
             if device is not None:
                 row["device ms"] = _milliseconds(device[phase].mean) if phase in device else None
             rows.append(row)
@@ -137,18 +145,6 @@ class Measures:
         if self.peak and "mfu" in rates:
             parts.append(f"MFU {100 * rates['mfu']:.1f}% of {self.peak / 1e12:.4g} TFLOP/s")
         return [*([f"While training{place}: {', '.join(parts)}."] if parts else []), *notes]
-
-
-def _row(name: str, durations: Durations, wall: float) -> dict[str, Any]:
-    return {
-        "phase": name,
-        "total s": float(f"{durations.total:.5g}"),
-        "share": f"{100 * durations.total / wall:.1f}%" if wall else None,
-        "count": durations.count,
-        "mean ms": _milliseconds(durations.mean),
-        "median ms": _milliseconds(durations.quantile(0.5)),
-        "p95 ms": _milliseconds(durations.quantile(0.95)),
-    }
 
 
 def _milliseconds(seconds: float) -> float:
@@ -224,10 +220,8 @@ class StepProfiler(BaseProfiler):
         """Start measuring. The Trainer calls this at the start of a run."""
         self._end_run()
         super().setup(stage, local_rank, log_dir)
-        module = getattr(self, "_lightning_module", None)
-        if module is None:
-            return
-        trainer, stage = module.trainer, str(getattr(stage, "value", stage))
+        trainer = self._lightning_module.trainer  # type: ignore[attr-defined] # the Trainer sets it
+        stage = str(getattr(stage, "value", stage))
         root = trainer.strategy.root_device
         device = DeviceClock(root) if root.type == "cuda" else None
         clock = PhaseClock(Phases(), phases.SETUP, device)
@@ -250,10 +244,9 @@ class StepProfiler(BaseProfiler):
 
     def describe(self) -> None:
         """End the run; rank 0 prints the table."""
-        run, self._run = self._run, None
-        if run is None:
+        if self._run is None:
             return
-        trainer, measures = run.trainer, run.finish()
+        trainer, measures = self._run.trainer, self._run.finish()
         if trainer.is_global_zero and self.print_table:
             measures.report().print()
         self.teardown(stage=self._stage)

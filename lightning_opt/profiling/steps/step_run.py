@@ -49,9 +49,10 @@ class StepRun:
         self._flop_count: FlopCount | None = None
         self._step_open = False
         self._epoch_depth = 0
-        # A collective would wait for ranks without a profiler. Setting a key does not wait.
-        self._store = dist.distributed_c10d._get_default_store() if self._has_ranks() else None
-        if self._store is not None:
+        self._store: Any = None
+        if measures.stage == "fit" and measures.world_size > 1 and dist.is_initialized():
+            # A collective would wait for ranks without a profiler. Setting a key does not wait.
+            self._store = dist.distributed_c10d._get_default_store()
             self._store.set(KEY.format(dist.get_rank()), "")
 
     # --- actions --------------------------------------------------------------------------------
@@ -179,10 +180,6 @@ class StepRun:
             self._store.delete_key(KEY.format(dist.get_rank()))
         self._log()
 
-    def _has_ranks(self) -> bool:
-        several = self.measures.stage == "fit" and self.measures.world_size > 1
-        return several and dist.is_available() and dist.is_initialized()
-
     def _log(self) -> None:
         seconds, window_totals = self.clock.end_window()
         steps, names = window_totals.steps.count, self.clock.phases.names
@@ -253,7 +250,6 @@ class EpochHooks:
         modules = [self._module, *_children(self._module)]
         self.separates_forward = not any(map(hooks_are_compiled, modules))
         self.samples = self.tokens = 0
-        self._open_module: nn.Module | None = None
         with ExitStack() as stack:
             self._attach(stack, modules if self.separates_forward else [])
             self.remove = stack.pop_all().close
@@ -301,13 +297,10 @@ class EpochHooks:
         if self.clock.phase == phases.LOSS:
             if module is self._module and _calls_training_step(module):
                 return
-            self._open_module = module
-            self.clock.enter(phases.FORWARD, self)
+            self.clock.enter(phases.FORWARD, module)
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
-        if module is self._open_module:
-            self._open_module = None
-            self.clock.leave(self)
+        self.clock.leave(module)  # no effect if the module has not entered a phase
 
     # --- backward and the wait for gradients ----------------------------------------------------
 
