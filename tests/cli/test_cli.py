@@ -24,10 +24,12 @@ import lightning_opt as lo
 from lightning_opt.cli import main, measuring_commands
 from lightning_opt.cli.main import COMMANDS
 from lightning_opt.profiling.run_report import page
+from lightning_opt.tuner import autotune
 from tests.cli.small_project import Small, SmallData
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
+from tests.profiling.drawing import draw_here
 
 PROJECT = Path(__file__).with_name("small_project.py")
 MODULE = "tests.cli.small_project"
@@ -279,7 +281,9 @@ def test_fit_starts_the_second_ddp_process(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_fit_trains_in_a_spawned_process(tmp_path):
-    assert main([*FIT, "--trainer.strategy=ddp_spawn", "--trainer.max_steps=2", *QUIET]) == 0
+    """Its start pickles the model as ``ddp_spawn`` does, without a new interpreter."""
+    strategy = ["--trainer.strategy=DDPStrategy", "--trainer.strategy.start_method=forkserver"]
+    assert main([*FIT, *strategy, "--trainer.max_steps=2", *QUIET]) == 0
     assert weights_in(tmp_path)
 
 
@@ -306,6 +310,7 @@ def test_only_the_first_process_prints(tmp_path):
 
 def test_profile_reports_phases(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "find_spec", find_spec)
+    draw_here(monkeypatch)
     assert main(["profile", *TARGETS, "--steps=6", "--out=there", "--preset=basic", *QUIET]) == 0
     table = capsys.readouterr().out
     assert all(phase in table for phase in ("forward", "backward", "callback GradientHealth"))
@@ -347,6 +352,7 @@ def test_short_runs_save_nothing_and_skip_validation(capsys, tmp_path):
 
 def test_doctor_reports_findings(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "find_spec", find_spec)
+    draw_here(monkeypatch)
     words = ["doctor", *TARGETS, "--model.width=4", "--steps=20", "--json", *QUIET]
     assert main([*words, "--strict"]) == 1
     text = capsys.readouterr().out
@@ -417,8 +423,9 @@ def test_bench_writes_table_and_json(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_tune_writes_a_configuration(capsys, tmp_path):
-    words = ["tune", *TARGETS, "--candidates=fused", "--budget=20s"]
+def test_tune_writes_a_configuration(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "BLOCK_SECONDS", 0.02)
+    words = ["tune", *TARGETS, "--candidates=fused", "--budget=1s"]
     assert main([*words, "--quiet", "--trainer.accumulate_grad_batches=2", *BARE]) == 0
     assert "baseline" in capsys.readouterr().out
     result = json.loads((tmp_path / "tuned" / "result.json").read_text())

@@ -1,8 +1,8 @@
 """Ctrl-C during a search: one message, no processes or files left."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -12,14 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-# Processes that a shell starts in the background ignore the signal by default.
-COMMAND = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
 from lightning_opt.cli import main
-sys.exit(main())
-"""
+from tests.helpers.fork_server import PRELOAD
+
+ROOT = Path(__file__).parents[2]
 PROJECT = """
 from pathlib import Path
 from lightning import LightningDataModule
@@ -35,6 +31,24 @@ class Data(LightningDataModule):
         return DataLoader(batches().dataset, batch_size=32, num_workers=1)
 """
 WORDS = "--budget 60s --candidates compile --trainer.accelerator cpu --out"
+
+
+def tune(folder: Path, temporary: str) -> None:
+    """Run the command as a process of its own session, whose children have a mark."""
+    os.setsid()
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tempfile.tempdir = temporary
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+    os.environ |= {
+        "PYTHONPATH": str(ROOT), "INTERRUPTED_BY": str(folder), "TMPDIR": temporary,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+    }  # fmt: skip
+    project = folder / "project.py"
+    words = ["tune", f"{project}:Model", "--data", f"{project}:Data", *WORDS.split()]
+    sys.exit(main([*words, str(folder / "out")]))
 
 
 def alive(mark: str) -> list[str]:
@@ -59,31 +73,28 @@ def wait(seconds: float, condition: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes by their environment")
 def test_ctrl_c_during_a_trial_exits_once_and_leaves_nothing(tmp_path):
-    project, log = tmp_path / "project.py", tmp_path / "log"
-    project.write_text(PROJECT)
-    words = ["tune", f"{project}:Model", "--data", f"{project}:Data", *WORDS.split()]
+    (tmp_path / "project.py").write_text(PROJECT)
+    (log := tmp_path / "log").touch()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     # Paths of sockets must be short; pytest's folder may be too long.
-    with tempfile.TemporaryDirectory(prefix="lo", dir="/tmp") as folder, log.open("w") as errors:
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "INTERRUPTED_BY": str(tmp_path),
-            "TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        }  # fmt: skip
-        process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *words, str(tmp_path / "out")],
-            env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
-        )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="lo", dir="/tmp") as folder:
+        process = context.Process(target=tune, args=(tmp_path, folder))
+        process.start()
         try:
-            wait(240, lambda: "trying compile" in log.read_text() or process.poll() is not None)
+            wait(240, lambda: "trying compile" in log.read_text() or not process.is_alive())
+            assert alive(str(tmp_path)) != []
             (tmp_path / "step").unlink(missing_ok=True)  # of the baseline
-            wait(240, lambda: (tmp_path / "step").exists() or process.poll() is not None)
-            assert process.poll() is None, log.read_text()
+            wait(240, lambda: (tmp_path / "step").exists() or not process.is_alive())
+            assert process.is_alive(), log.read_text()
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(200) == 130, log.read_text()
+            process.join(200)
+            assert process.exitcode == 130, log.read_text()
             wait(100, lambda: not alive(str(tmp_path)))
             assert alive(str(tmp_path)) == []
         finally:
             process.kill()  # its children end with it
-            process.wait()
+            process.join()
         assert log.read_text().count("Interrupted.") == 1
         assert "Traceback" not in log.read_text()
         left = [path.name for path in Path(folder).iterdir()]

@@ -83,7 +83,7 @@ def test_each_distance_is_computed_once_and_weights_are_equal(load: Load) -> Non
 def test_loop_and_trainer_agree_and_curvature_saves_steps(load: Load) -> None:
     curvature = load("curvature")
 
-    report = curvature.compare(steps=100)
+    report = curvature.compare(steps=40)
 
     original, parts, trainer, curved = report.rows
     assert parts["difference"] < 1e-5
@@ -114,12 +114,12 @@ def run_as_machine(port: int, *words: str) -> None:
 @pytest.mark.distributed
 def test_one_process_and_two_machines_reach_the_same_loss(tmp_path: Path, load: Load) -> None:
     out = tmp_path / "new" / "table.json"
-    words = ["--steps", "30", "--out", str(out), "--strategy", "ddp", "ddp_topk"]
+    words = ["--steps", "20", "--out", str(out), "--strategy", "ddp", "ddp_topk"]
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     launch(run_as_machine, port, "many_machines", *words)
-    alone = load("many_machines").train("ddp", 30, 1, 1)
+    alone = load("many_machines").train("ddp", 20, 1, 1)
 
     table = json.loads(out.read_text())
     assert "machines: 2, processes on each: 1" in table["title"]

@@ -18,24 +18,6 @@ from tests.helpers.models import assert_same_weights, weights_of
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 50257, 768, 12, 12, 1024
 
 
-class Block(nn.Module):
-    """A layer of GPT-2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = self.qkv(self.norms[0](x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        scores = (heads[0] @ heads[1].transpose(-2, -1)) / (WIDTH // HEADS) ** 0.5
-        mixed = (scores.softmax(-1) @ heads[2]).transpose(1, 2).reshape(x.shape)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
 class GPT2(nn.Module):
     """GPT-2 small; its head shares the embedding's weight."""
 
@@ -44,7 +26,10 @@ class GPT2(nn.Module):
         self.recompute = recompute
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.ModuleList(copy.deepcopy(layer) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, words: Tensor) -> Tensor:

@@ -90,6 +90,15 @@ def test_ranks_pause_in_a_gloo_broadcast(monkeypatch: pytest.MonkeyPatch) -> Non
     assert held._block_steps == 5
 
 
+class Scheduled(BoringModel):
+    """Computes its schedule from the number of steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        total = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(total))]
+
+
 def test_steps_exclude_pauses_and_start_on_the_first_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,7 +121,7 @@ def test_steps_exclude_pauses_and_start_on_the_first_cpu(
         return next(granted)
 
     data = BoringModel().train_dataloader
-    gate.run(BoringModel, data, {"accelerator": "cpu"}, StepGate(exchange), 0)
+    gate.run(Scheduled, data, {"accelerator": "cpu"}, StepGate(exchange), 0)
     assert seconds == [0.0] * 3
     moved = [{2}, {2, 5, 7}]
     assert done == ["0 steps", *moved, "rest", "2 steps", *moved, "rest", "1 steps"]
@@ -122,17 +131,3 @@ def test_steps_exclude_pauses_and_start_on_the_first_cpu(
     gate.start_on_first_cpu(SimpleNamespace(strategy=cpu, local_rank=4))  # type: ignore[arg-type]
     gate.start_on_first_cpu(SimpleNamespace(strategy=cuda, local_rank=0))  # type: ignore[arg-type]
     assert done == [{5}, {2, 5, 7}]  # each rank has its own
-
-
-def test_schedules_can_be_computed_from_the_number_of_steps() -> None:
-    class Scheduled(BoringModel):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            total = self.trainer.estimated_stepping_batches
-            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(total))]
-
-    granted = iter([2, 0])
-    steps: list[Step] = []
-    exchange = StepGate(lambda trainer, done: steps.extend(done) or next(granted))
-    gate.run(Scheduled, BoringModel().train_dataloader, {"accelerator": "cpu"}, exchange, 0)
-    assert len(steps) == 2

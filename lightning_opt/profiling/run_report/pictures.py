@@ -209,11 +209,9 @@ def to_svg(title: str, data: Data) -> str:
     return re.sub(r'(width|height)="[\d.]+pt" ', "", svg[svg.index("<svg") :], count=2)
 
 
-def main(folder: Path, images: bool) -> None:
-    """Read the data from standard input. Write ``pictures.html`` and, if asked, PNG images."""
-    with suppress(OSError):  # if memory runs out, the kernel must kill this process, not training
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    data, figures = Data(*json.load(sys.stdin)), []
+def write_pictures(data: Data, folder: Path, images: bool) -> None:
+    """Write ``pictures.html`` and, if asked, PNG images."""
+    figures = []
     for title in [title for title in PICTURES if data.panels(title)]:
         figures.append(FIGURE.format(title, to_svg(title, data)))
         if images:
@@ -222,4 +220,6 @@ def main(folder: Path, images: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), images="images" in sys.argv)
+    with suppress(OSError):  # if memory runs out, the kernel must kill this process, not training
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    write_pictures(Data(*json.load(sys.stdin)), Path(sys.argv[1]), images="images" in sys.argv)

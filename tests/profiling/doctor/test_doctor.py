@@ -16,15 +16,12 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.core.output.report import TOPICS, Verdict
-from lightning_opt.data.pipeline import data_monitor
 from lightning_opt.profiling.doctor import doctor as checks
 from lightning_opt.profiling.doctor.doctor import HINTS
-from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, fit, quiet_trainer
 from tests.memory.leaks.leaky import LossList
-from tests.profiling.clock import Clock
 
 MEASURED = ("data", "throughput", "gradients", "stability", "clipping", "convergence", "leaks")
 
@@ -44,12 +41,11 @@ def watchers(**more):
 class Healthy(SmallNet):
     """A regression with slow steps, fast data and a fused optimizer."""
 
-    def __init__(self, pause=0.002):
+    def __init__(self):
         super().__init__("Adam", lr=0.02, fused=True, widths=(16,))
-        self.pause = pause
 
     def training_step(self, batch, batch_idx):
-        time.sleep(self.pause)
+        time.sleep(0.002)
         inputs = batch[0]
         return self.loss(self(inputs), inputs.sum(1, keepdim=True).tanh())
 
@@ -94,49 +90,6 @@ def test_healthy_run_has_no_findings_and_a_leak_is_found(tmp_path):
     assert leak.advice.startswith("Detach() it")
 
 
-class SlowData(Healthy):
-    """Items take 5 ms, and a step as long as one item, by the given clock."""
-
-    def __init__(self, clock):
-        super().__init__(pause=0.0)
-        self.clock = clock
-
-    def training_step(self, batch, batch_idx):
-        self.clock.spend(0.005)
-        return super().training_step(batch, batch_idx)
-
-    def train_dataloader(self):
-        clock = self.clock
-
-        class Rows(torch.utils.data.Dataset):
-            def __getitem__(self, index):
-                clock.spend(0.005)
-                return torch.ones(6), torch.ones(1)
-
-            def __len__(self):
-                return 96
-
-        return DataLoader(Rows(), batch_size=4)
-
-
-def test_waiting_for_data_is_found(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(data_monitor, "time", clock)
-    monkeypatch.setattr(phase_clock, "perf_counter", clock)
-    profiler = lo.StepProfiler(print_table=False)
-    assert {verdict.state for verdict in profiler.diagnose()} == {"unknown"}
-    callbacks = watchers()
-    diagnosis = lo.doctor(fit(SlowData(clock), *callbacks, profiler=profiler))
-    assert diagnosis["data"].state == "look"
-    assert "takes longest" in diagnosis["profile"].finding
-    monitor = next(callback for callback in callbacks if isinstance(callback, lo.DataMonitor))
-    for part in (monitor, profiler):
-        (verdict,) = [verdict for verdict in part.diagnose() if verdict.topic == "data"]
-        assert verdict.state == "look"
-        assert float(re.search(r"(\d+)\.?\d*%", verdict.finding)[1]) > 50
-        assert "DataPipelineTuner" in verdict.advice
-
-
 class NotANumber(SmallNet):
     def training_step(self, batch, batch_idx):
         loss = self.step(batch)
@@ -177,7 +130,7 @@ def test_frequent_clipping_is_found():
 @pytest.mark.parametrize(
     "name",
     ["DataMonitor", "LeakDetector", "MemoryProfiler", "GradientHealth", "NonFiniteGuard",
-     "AdaptiveClipping", "PerformanceMonitor"],
+     "AdaptiveClipping", "PerformanceMonitor", "StepProfiler"],
 )  # fmt: skip
 def test_verdicts_before_a_run_are_unknown(name):
     verdicts = getattr(lo, name)().diagnose()

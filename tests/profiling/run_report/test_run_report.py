@@ -31,6 +31,7 @@ from tests.helpers.models import SmallNet, assert_same_state, assert_same_weight
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.profiling.clock import Clock
+from tests.profiling.drawing import draw_here
 
 
 class Reader(HTMLParser):
@@ -89,6 +90,7 @@ def no_pictures(monkeypatch):
 @pytest.fixture
 def pictures(monkeypatch):
     monkeypatch.setattr(page_module, "find_spec", find_spec)
+    draw_here(monkeypatch)
 
 
 # --- findings and setup --------------------------------------------------------------------------
@@ -157,8 +159,9 @@ def test_three_planted_problems_become_three_findings(tmp_path):
     assert page.sentence.startswith("Finished after 40 steps in ")
 
 
-def test_page_has_all_sections_pictures_and_settings(tmp_path, pictures):
+def test_page_has_all_sections_pictures_and_settings(tmp_path, monkeypatch):
     """It needs neither scripts nor the network, and loggers receive its images."""
+    monkeypatch.setattr(page_module, "find_spec", find_spec)  # drawn in a process of their own
     profiler = lo.StepProfiler(print_table=False)
     callbacks = [
         lo.RunReport(),

@@ -248,8 +248,13 @@ def test_each_phase_has_the_time_that_its_part_spent(monkeypatch, tmp_path):
     assert profiler.measures().clock.work.steps.total == pytest.approx(steps)
     step = steps - CLOCK.spent["callback SpendingCallback"]
     share = f"{CLOCK.spent['data wait'] / step:.0%}"
-    finding = f"'data wait' takes longest, {share} of the step time without callbacks."
-    assert profiler.diagnose()[0].finding == finding
+    profile, data = profiler.diagnose()
+    assert profile.finding == (
+        f"'data wait' takes longest, {share} of the step time without callbacks."
+    )
+    assert data.finding == f"StepProfiler: {share} of a step is waiting for data."
+    assert (data.topic, data.state) == ("data", "look")
+    assert "DataPipelineTuner" in data.advice
 
 
 def test_forward_and_loss_are_one_phase_if_the_model_is_compiled():
