@@ -1,8 +1,11 @@
 """Fixtures that import an example, and give the environment of a new process."""
 
 import importlib
+import io
 import os
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +22,15 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     """Import a script by its name, with its folder on the path."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module
+
+
+def run_script(name: str, *arguments: str) -> str:
+    """Run a script in this process, and return its output."""
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, str(EXAMPLES))
+    with redirect_stdout(io.StringIO()) as printed:
+        importlib.import_module(name).main()
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,16 @@
 """The example systems: original and optimised runs agree, and the optimisations are active."""
 
-import importlib
 import json
 import math
 import multiprocessing
 import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-from tests.examples.conftest import EXAMPLES, Load
+from tests.examples.conftest import Load, run_script
 from tests.helpers.processes import launch
 
 # The GPT defines validation, which only the demo uses.
@@ -92,12 +90,6 @@ def test_loop_and_trainer_agree_and_curvature_saves_steps(load: Load) -> None:
 
 
 # --- many machines --------------------------------------------------------------------------------
-
-
-def run_script(name: str, *arguments: str) -> None:
-    sys.argv = [name, *arguments]
-    sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module(name).main()
 
 
 def run_as_machine(port: int, *words: str) -> None:
