@@ -144,15 +144,6 @@ def test_created_settings_with_class_paths_are_used():
     assert first.loss == pytest.approx(plain_losses()[0], rel=1e-6), "not divided by 2"
 
 
-@pytest.mark.slow
-def test_changed_import_path_keeps_the_fork_server(fit, monkeypatch, tmp_path):
-    (tmp_path / "added_module.py").write_text("from tests.worker.test_training_process import Net")
-    assert is_forked(fit)
-    monkeypatch.syspath_prepend(tmp_path)
-    with TrainingProcess("added_module:Net", rows, CPU) as other:
-        assert is_forked(other)
-
-
 class Draws(Callback):
     def __init__(self) -> None:
         torch.rand(1)
@@ -160,6 +151,8 @@ class Draws(Callback):
 
 def test_process_has_the_settings_of_its_parent_and_its_own_seed(fit, monkeypatch, tmp_path):
     assert is_forked(fit)  # the fork server had other settings when it started
+    (tmp_path / "added_module.py").write_text("from tests.worker.test_training_process import Net")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("PATH")
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -167,7 +160,7 @@ def test_process_has_the_settings_of_its_parent_and_its_own_seed(fit, monkeypatc
     def make() -> Net:
         found = [torch.get_num_threads(), torch.initial_seed(), "PATH" in os.environ]
         (tmp_path / "found").write_text(str(found))
-        return Net()
+        return import_attribute("added_module:Net")()
 
     def data() -> Any:
         (tmp_path / "drawn").write_text(str(float(torch.rand(1))))

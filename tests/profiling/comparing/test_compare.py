@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 import lightning_opt as lo
 from lightning_opt.profiling.comparing.compare import Comparison, Run, Training, _turn_lengths
 from lightning_opt.worker.gate import Step
-from lightning_opt.worker.training_process import TrainingProcess
+from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 from tests.profiling.fitting import CPU, Net, Waits, mishap, rows
 
 QUICK = {"steps": 8, "rounds": 4, "starts": 2, "warmup": 1}
@@ -109,29 +109,26 @@ def test_time_limit_allows_two_turns(comparison):
     assert len(training.turns) == 2
 
 
-def test_failed_reference_leaves_no_ratios():
-    named = {"broken": lambda: mishap("raises"), "plain": CPU}
-    result = lo.compare(Net, rows, named, steps=4, rounds=2, starts=1)
-    assert result.ratios == {}
-    assert row_of(result, "plain")["verdict"] == "nothing to compare with"
-
-
-def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 4) -> Run:
-    run = Run(name)
-    steps = [Step(s, loss, samples) for s, loss in zip(seconds, losses, strict=True)]
-    training = Training(steps)
-    training.turns = [steps[n + 1 : n + 3] for n in range(1, len(steps) - 2, 3)]
-    run.trainings.append(training)
-    return run
+def run_of(name: str, seconds: float, losses: list[float], samples: int = 4) -> Run:
+    steps = [Step(seconds, loss, samples) for loss in losses]
+    turns = [steps[n + 1 : n + 3] for n in range(1, len(steps) - 2, 3)]
+    return Run(name, [Training(steps, turns)])
 
 
 def compared(*runs: Run) -> Comparison:
     return Comparison({run.name: run for run in runs})
 
 
+def test_failed_reference_leaves_no_ratios():
+    broken = Run("broken", failure=FitFailed("error", "planted"))
+    result = compared(broken, run_of("plain", 1.0, [1.0] * 4))
+    assert result.ratios == {}
+    assert row_of(result, "plain")["verdict"] == "nothing to compare with"
+
+
 def test_loss_is_read_after_the_fewest_steps():
     losses = [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-    long, short = run_of("long", [1.0] * 10, losses), run_of("short", [1.0] * 7, losses[:7])
+    long, short = run_of("long", 1.0, losses), run_of("short", 1.0, losses[:7])
     found = {
         row["configuration"]: row["loss, equal steps"] for row in compared(long, short).report.rows
     }
@@ -139,15 +136,15 @@ def test_loss_is_read_after_the_fewest_steps():
 
 
 def test_different_batch_sizes_are_compared_per_sample():
-    plain = run_of("plain", [1.0] * 9, [1.0] * 9, samples=4)
-    double = run_of("double", [1.5] * 9, [1.0] * 9, samples=8)
+    plain = run_of("plain", 1.0, [1.0] * 9, samples=4)
+    double = run_of("double", 1.5, [1.0] * 9, samples=8)
     result = compared(plain, double)
     assert result.ratios["double"].value == pytest.approx(0.75)
     assert "seconds per sample" in str(result)
 
 
 def test_nonfinite_loss_is_null():
-    run = run_of("plain", [1.0] * 4, [math.nan] * 4)
+    run = run_of("plain", 1.0, [math.nan] * 4)
     assert compared(run).report.rows[0]["loss, equal steps"] is None
     assert json.loads(compared(run).to_json())["trainings"]["plain"][0]["losses"] == [None] * 4
 
