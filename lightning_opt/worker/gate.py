@@ -42,9 +42,6 @@ RUN_DEFAULTS: dict[str, Any] = {
 """Default Trainer arguments: no output and no validation. The number of epochs is finite, because
 learning rate schedules may be computed from it."""
 
-MAX_PAUSE = timedelta(days=1)
-"""Timeout of the broadcast in which ranks above 0 wait during a pause."""
-
 SPIN_SECONDS = 0.01
 """Seconds to wait after a block, until OpenMP's threads stop spinning. Spinning threads slow down
 the next process's first steps by up to 10%."""
@@ -99,7 +96,7 @@ class StepGate(BaseCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
-            self._group = dist.new_group(backend="gloo", timeout=MAX_PAUSE)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self._clock = StepClock(trainer.strategy.root_device)
         self.started = True
         self._start_block(trainer)

@@ -33,12 +33,6 @@ log = logging.getLogger(__name__)
 WARMUP = 2
 """Number of first steps that are not timed: caches are cold, and some models compile in step 2."""
 
-CAUSES = (
-    "DataMonitor measures waiting for data, LeakDetector memory growth, and perf/gpu_celsius "
-    "overheating."
-)
-"""How to find the cause of a slowdown."""
-
 
 class PerformanceMonitor(RunCallback):
     """Logs the speed of a run and its use of the machine, and warns when it slows down.
@@ -218,8 +212,12 @@ class PerformanceMonitor(RunCallback):
         if fall is not None:
             self._warned = True
             if trainer.is_global_zero:
-                message = f"{describe(fall)} {CAUSES}"
-                log.warning("PerformanceMonitor, step %d: %s", trainer.global_step, message)
+                log.warning(
+                    "PerformanceMonitor, step %d: %s DataMonitor measures waiting for data, "
+                    "LeakDetector memory growth, and perf/gpu_celsius overheating.",
+                    trainer.global_step,
+                    describe(fall),
+                )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the last steps."""

@@ -26,10 +26,6 @@ Points = Sequence[tuple[float, float]]
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 
-WIDTH = 10.4  # of a picture, in inches
-
-FIGURE = "<figure><figcaption>{}</figcaption>{}</figure>"
-
 MAX_NAME = 41  # characters of a layer's name
 
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, OLIVE, GREY = (f"C{number}" for number in range(8))
@@ -109,7 +105,7 @@ def draw(title: str, data: Data) -> Figure:
     row_counts = [0 if panel.unit else len(data.find(*panel.lines)) for panel in panels]
     heights = [min(0.9 + 0.2 * count, 4.2) if count else 2.4 for count in row_counts]
     with rc_context(fname=STYLE):
-        figure = Figure(figsize=(WIDTH, sum(heights)))
+        figure = Figure(figsize=(10.4, sum(heights)))
         column = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
         for panel, axes in zip(panels, column[:, 0], strict=True):
             (_plot if panel.unit else _heat_map)(figure, axes, panel, data)
@@ -213,7 +209,8 @@ def write_pictures(data: Data, folder: Path, images: bool) -> None:
     """Write ``pictures.html`` and, if asked, PNG images."""
     figures = []
     for title in [title for title in PICTURES if data.panels(title)]:
-        figures.append(FIGURE.format(title, to_svg(title, data)))
+        svg = to_svg(title, data)
+        figures.append(f"<figure><figcaption>{title}</figcaption>{svg}</figure>")
         if images:
             draw(title, data).savefig(folder / f"{title}.png", dpi=100)
     (folder / "pictures.html").write_text("".join(figures), encoding="utf-8")

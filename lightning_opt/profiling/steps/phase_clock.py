@@ -40,9 +40,6 @@ MAX_PHASES = 200
 NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, BETWEEN, TEARDOWN, PROFILER, OTHER))
 """Phases that are not part of a training step."""
 
-WAITS = frozenset((COMMUNICATION, RANKS))
-"""Phases in which a rank waits for other ranks."""
-
 _ON_DEVICE = frozenset(
     (TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
      ZEROING, HOOKS, VALIDATION)
@@ -323,7 +320,7 @@ class PhaseClock:
             if counted and phase not in NOT_OF_A_STEP:
                 total += value
                 self._window[phase] = self._window.get(phase, 0.0) + value
-                if phase in WAITS:
+                if phase in (COMMUNICATION, RANKS):
                     waits += value
         if counted:
             self.work.add(total, samples, tokens)
