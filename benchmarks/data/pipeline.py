@@ -147,7 +147,7 @@ def search_grid(
     for number in workers:
         for prefetch in PREFETCH if number else (None,):
             for pin in (False, True) if device.startswith("cuda") else (False,):
-                settings = LoaderSettings(number, prefetch, pin, persistent=number > 0)
+                settings = LoaderSettings(number, prefetch, pin)
                 rates[settings] = measure(dataset, settings, seconds, device)
     return max(rates, key=lambda one: rates[one]), time.perf_counter() - start, len(rates)
 

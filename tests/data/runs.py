@@ -75,7 +75,7 @@ def choose(settings: LoaderSettings) -> Callable[..., LoaderSettings]:
     return run
 
 
-WORKERS = LoaderSettings(2, 2, False, True)
+WORKERS = LoaderSettings(2, 2)
 
 
 def train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -42,19 +42,15 @@ class LoaderSettings:
         workers: ``num_workers``.
         prefetch: ``prefetch_factor``, or None without workers.
         pin: ``pin_memory``.
-        persistent: ``persistent_workers``.
     """
 
     workers: int = 0
     prefetch: int | None = None
     pin: bool = False
-    persistent: bool = False
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    return LoaderSettings(
-        loader.num_workers, loader.prefetch_factor, loader.pin_memory, loader.persistent_workers
-    )
+    return LoaderSettings(loader.num_workers, loader.prefetch_factor, loader.pin_memory)
 
 
 def attributes_for(loader: DataLoader[Any], settings: LoaderSettings) -> dict[str, Any]:
@@ -67,7 +63,8 @@ def attributes_for(loader: DataLoader[Any], settings: LoaderSettings) -> dict[st
         "num_workers": settings.workers,
         "prefetch_factor": settings.prefetch if settings.workers else None,
         "pin_memory": settings.pin,
-        "persistent_workers": settings.persistent and settings.workers > 0,
+        # If users do not keep workers for all epochs, their dataset may change between epochs.
+        "persistent_workers": loader.persistent_workers and settings.workers > 0,
         "timeout": loader.timeout if settings.workers else 0,  # torch allows it with workers only
         # Silences torch's warning about more workers than CPUs: the number was chosen by measuring.
         "check_worker_number_rationality": do_nothing,
@@ -234,7 +231,7 @@ def time_loader(
     """
     measured = copy.copy(loader)
     sampler = "batch_sampler" if loader._auto_collation else "sampler"
-    attributes = attributes_for(loader, replace(settings, persistent=False))
+    attributes = attributes_for(loader, settings) | {"persistent_workers": False}
     vars(measured).update({**attributes, sampler: indices, "_iterator": None})
     measured.generator = torch.Generator().manual_seed(0)
     measured.timeout = min(loader.timeout or limit, limit)

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -39,7 +38,6 @@ from lightning_opt.data.pipeline.loaders import (
     time_loader,
 )
 from lightning_opt.data.pipeline.search import Measured, Search
-from lightning_opt.data.randomness import wrapped
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -64,9 +62,9 @@ class DataPipelineTuner(RunCallback):
     It tries a few numbers of workers and two values of ``prefetch_factor`` on the real dataset.
     Between the batches it runs the real training step (forward and backward pass). It stops as soon
     as the loader is no longer the bottleneck. On CUDA memory is pinned. Workers persist from one
-    epoch to the next, unless the dataset has ``set_epoch``, which does not reach running workers.
-    The loader is changed in place and restored after the run: dataset, sampler (DDP's too), collate
-    function, generator and subclass stay the same.
+    epoch to the next only if you set ``persistent_workers=True``: they do not see changes that are
+    made to the dataset between epochs. The loader is changed in place and restored after the run:
+    dataset, sampler (DDP's too), collate function, generator and subclass stay the same.
 
     The order of samples is the same as without it. Measurements do not change the dataset or the
     sampler of this process, and random state is restored. Some loaders stay unchanged, with a
@@ -166,7 +164,6 @@ class DataPipelineTuner(RunCallback):
                 self._skip(str(error))
         if self.chosen is not None:
             self._loader = loader
-            self._was_persistent = loader.persistent_workers
             attributes = attributes_for(loader, self.chosen)
             self._loader_patches.enter_context(replaced(loader, **attributes))
 
@@ -231,7 +228,6 @@ class DataPipelineTuner(RunCallback):
             # Keep workers if there were any: without them, later draws of the sampler would differ.
             min_workers=int(current.workers > 0),
             pin=current.pin or device.type == "cuda",
-            persistent=current.persistent or can_persist(trainer, loader),
         )
         with without_side_effects(trainer, pl_module, written):
             self.chosen = search.run(fetch_seconds, step_seconds)
@@ -274,22 +270,6 @@ class DataPipelineTuner(RunCallback):
             return lambda batch: time.sleep(seconds), seconds
         return step, seconds
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make persistent workers draw the same seeds each epoch as new workers would."""
-        if self._loader is None or self._was_persistent:
-            return
-        iterator = self._loader._iterator
-        if iterator is None or "_reset" in vars(iterator):
-            return
-        original_reset = iterator._reset
-
-        def reset(loader: DataLoader[Any], *arguments: Any) -> None:
-            # A new iterator draws a base seed, and the sampler's next seed depends on that draw.
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            original_reset(loader, *arguments)
-
-        vars(iterator)["_reset"] = reset
-
     def report(self) -> Report:
         """Return a table of all measurements."""
         rows = [
@@ -314,7 +294,9 @@ class DataPipelineTuner(RunCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Use the settings of a checkpoint."""
-        self.chosen = LoaderSettings(**state_dict["settings"])
+        known = asdict(LoaderSettings())  # earlier versions saved more
+        settings = state_dict["settings"].items()
+        self.chosen = LoaderSettings(**{k: value for k, value in settings if k in known})
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the loader, the Trainer and the strategy."""
@@ -337,10 +319,3 @@ def max_workers_for(cpus: int, processes: int, busy: float) -> int:
     share = max(1, cpus // max(1, processes))
     limit = MAX_WAITING_WORKERS
     return max(share, min(limit, int(share / max(busy, 1 / limit))))
-
-
-def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
-    """Return whether persistent workers would see the same dataset as new ones in each epoch."""
-    reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    parts = (*wrapped(loader.dataset), loader.collate_fn)
-    return not any(hasattr(part, "set_epoch") for part in parts) and not reloads

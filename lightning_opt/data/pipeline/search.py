@@ -49,7 +49,6 @@ class Search:
         max_workers: The largest number of workers.
         min_workers: The smallest number of workers.
         pin: ``pin_memory`` of every setting.
-        persistent: ``persistent_workers`` of every setting with workers.
 
     Attributes:
         tried: All measurements, in order.
@@ -60,7 +59,6 @@ class Search:
     max_workers: int
     min_workers: int = 0
     pin: bool = False
-    persistent: bool = False
     tried: list[Measured] = field(default_factory=list)
     reason: str = ""
     _best: Measured | None = None
@@ -121,7 +119,7 @@ class Search:
             self._best = fewer  # as fast, with fewer processes
 
     def _with_workers(self, workers: int) -> LoaderSettings:
-        return LoaderSettings(workers, PREFETCH, self.pin, self.persistent)
+        return LoaderSettings(workers, PREFETCH, self.pin)
 
     def _try(self, settings: LoaderSettings) -> Measured | None:
         measured = self.measure(settings)

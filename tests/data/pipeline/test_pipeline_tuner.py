@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner as tuning
@@ -48,9 +48,8 @@ def _short_measurements(monkeypatch):
         (WORKERS, False, {"generator": 9, "num_workers": 1}),
         (WORKERS, False, {"num_workers": 1, "persistent_workers": True}),
         (LoaderSettings(), False, {}),
-        (LoaderSettings(1, 4, False, False), False, {}),
     ],
-    ids=["cached", "generator", "user persists", "no workers", "not persistent"],
+    ids=["cached", "generator", "user persists", "no workers"],
 )
 def test_samples_are_the_same_as_without_the_tuner(chosen, cached, loader):
     def settings():
@@ -161,8 +160,8 @@ def test_resumed_run_has_the_same_settings_and_samples(tmp_path, monkeypatch):
 # --- tuning ------------------------------------------------------------------------------------
 
 
-def fit(tuner, data, model=None, **settings):
-    trainer = quiet_trainer(callbacks=[tuner], **settings)
+def fit(tuner, data, model=None, callbacks=(), **settings):
+    trainer = quiet_trainer(callbacks=[tuner, *callbacks], **settings)
     trainer.fit(Recorded() if model is None else model, data)
     return trainer
 
@@ -286,21 +285,23 @@ def test_lazy_layers_are_initialized_by_the_training():
     assert_same_weights(*models)
 
 
-def test_workers_persist_only_if_the_dataset_has_no_set_epoch():
-    class WithEpoch(Rows):
-        def set_epoch(self, epoch):
-            """Change the copy of the main process only."""
+@pytest.mark.parametrize("persists", [False, True])
+def test_dataset_may_change_between_epochs_unless_the_user_keeps_workers(persists, monkeypatch):
+    class Shifted(Rows):
+        shift = 0.0
 
-    trainer = quiet_trainer()
-    assert tuning.can_persist(trainer, DataLoader(Rows()))
-    assert not tuning.can_persist(trainer, DataLoader(WithEpoch()))
-    assert not tuning.can_persist(trainer, DataLoader(ConcatDataset([Rows(), WithEpoch()])))
-    trainer = quiet_trainer(reload_dataloaders_every_n_epochs=1)
-    assert not tuning.can_persist(trainer, DataLoader(Rows()))
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x, y + self.shift
 
+    class Shifts(Record):
+        def on_train_epoch_start(self, trainer, pl_module):
+            data.dataset.shift = 100.0 * trainer.current_epoch
 
-def test_worker_limit_follows_cpus_and_busy_share():
-    # Items that only compute, that wait two thirds of the time, and that only wait.
-    assert [tuning.max_workers_for(6, 1, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
-    assert [tuning.max_workers_for(6, 4, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
-    assert tuning.max_workers_for(128, 4, 0.0) == 32  # the share of the CPUs is more than 16
+    record = Shifts()
+    monkeypatch.setattr(Search, "run", choose(WORKERS))
+    kept = {"num_workers": 1, "persistent_workers": True} if persists else {}
+    data = DataLoader(Shifted(), batch_size=24, **kept)
+    fit(lo.DataPipelineTuner(verbose=False), data, callbacks=[record], max_epochs=3)
+    assert record.workers == {2}
+    assert [max(rows) // 100 for rows in record.seen] == ([0, 0, 0] if persists else [0, 1, 2])
