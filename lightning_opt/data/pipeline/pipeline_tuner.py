@@ -294,9 +294,8 @@ class DataPipelineTuner(RunCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Use the settings of a checkpoint."""
-        known = asdict(LoaderSettings())  # earlier versions saved more
-        settings = state_dict["settings"].items()
-        self.chosen = LoaderSettings(**{k: value for k, value in settings if k in known})
+        saved = state_dict["settings"]  # earlier versions saved more
+        self.chosen = LoaderSettings(saved["workers"], saved["prefetch"], saved["pin"])
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the loader, the Trainer and the strategy."""

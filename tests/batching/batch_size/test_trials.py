@@ -156,7 +156,7 @@ class Uncopyable(Wide):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (settings,) = self.first.settings
         with settings["lock"]:
-            settings["seen"].append(len(batch[0]))
+            settings["seen"].append(next(self.words, ""))
         return super().training_step(batch, batch_idx)
 
 
@@ -207,10 +207,11 @@ class ManualRun(WholeRun):
 
 def test_objects_that_cannot_be_copied_are_shared_and_named():
     model = Uncopyable()
-    with pytest.warns(UserWarning, match="may change them: lock, generator"):
+    with pytest.warns(UserWarning, match="may change them: lock[.]"):
         found = lo.find_batch_size(quiet_trainer(), model, loader_of(64), max_size=16)
     assert found.largest == 16
     assert model.first.settings[0]["seen"] == []  # type: ignore[index]
+    assert list(model.words) == ["a"]
 
 
 @pytest.mark.parametrize("kind", [WholeRun, ManualRun])
