@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import io
 import itertools
 import math
 import random
@@ -33,6 +32,9 @@ MAX_COPIED_ENTRIES = 1000
 
 ALWAYS_COPIED_BYTES = 64 * 2**10
 """Tensors up to this size are always copied, even if no step has written them."""
+
+LENT = ("builtins", "itertools", "torch.utils.data.dataloader")
+"""Modules of the iterators whose items a trial returns. Others may have methods that steps call."""
 
 _TwisterMemory = ctypes.c_char * (625 * 4)
 """The state of NumPy's global generator: 624 words and a position."""
@@ -233,7 +235,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if has_user_state(type(module))
         for name, value in list(vars(module).items())
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+        if isinstance(value, Iterator) and type(value).__module__ in LENT
     ]
     modes = [(module, module.training) for module in model.modules()]
     for parameter, _, _ in parameters:

@@ -168,20 +168,39 @@ def test_preserved_restores_gradients_modes_and_state():
     assert module(x) == noise
 
 
+class Replay:
+    """A user's iterator with another method."""
+
+    def __init__(self) -> None:
+        self.items = [1]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.items.pop()
+
+    def push(self, item):
+        self.items.append(item)
+
+
 def test_iterators_in_attributes_lose_no_items(tmp_path):
     module = Busy()
+    module.replay = replay = Replay()
     module.used, module.unused = iter([1, 2, 3]), itertools.count()
     module.endless, unused = itertools.cycle("abc"), module.unused
     module.log_file = (tmp_path / "log").open("w")
     for taken in (2, 1):
         with preserved(module):
             module.log_file.write("step")
+            module.replay.push(2)
+            assert [next(module.replay) for _ in range(2)] == [2, 1]
             assert [next(module.used) for _ in range(taken)] == [1, 2][:taken]
             assert [next(module.endless) for _ in range(4)] == ["a", "b", "c", "a"]
     module.log_file.close()
     assert list(module.used) == [1, 2, 3]
     assert next(module.endless) == "a"
-    assert module.unused is unused
+    assert (module.unused, module.replay, replay.items) == (unused, replay, [1])
 
 
 def test_global_random_states_are_restored_with_the_second_number_of_a_pair():
