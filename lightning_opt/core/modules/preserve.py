@@ -34,7 +34,7 @@ ALWAYS_COPIED_BYTES = 64 * 2**10
 """Tensors up to this size are always copied, even if no step has written them."""
 
 LENT = ("builtins", "itertools", "torch.utils.data.dataloader")
-"""Modules of the iterators whose items a trial returns. Others may have methods that steps call."""
+"""Modules of iterators that repeat the items of a trial. Others may have methods of their own."""
 
 _TwisterMemory = ctypes.c_char * (625 * 4)
 """The state of NumPy's global generator: 624 words and a position."""
