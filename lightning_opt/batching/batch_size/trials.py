@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -359,8 +359,7 @@ def _copy_or_share(value: Any, shared: list[Any]) -> Any:
                 memo[id(culprit)] = kind(device=culprit.device, dtype=culprit.dtype)
             else:
                 memo[id(culprit)] = culprit
-                if not isinstance(culprit, Iterator):  # `preserved` protects their items
-                    shared.append(culprit)
+                shared.append(culprit)
             continue
         names = ", ".join(type(item).__qualname__ for item in shared[shared_before:])
         if names:

@@ -287,11 +287,12 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         """Zero gradients once per batch, and copy the gradients of earlier batches for a retry."""
         if not self._is_zeroed:
             if self._zero_grad is not None:
-                before = [version_of(parameter) for parameter in self._parameters]
+                watched = self._parameters if is_split else []
+                before = [version_of(parameter) for parameter in watched]
                 self._is_in_hook = True
                 self._zero_grad()
                 self._is_in_hook = False
-                if is_split and before != [version_of(p) for p in self._parameters]:
+                if before != [version_of(parameter) for parameter in watched]:
                     Closure.warning_cache.warn(
                         "MicroBatching: on_before_zero_grad changes parameters after the first "
                         "micro-batch, so the others see other values than a whole batch would. "

@@ -33,7 +33,7 @@ MAX_COPIED_ENTRIES = 1000
 ALWAYS_COPIED_BYTES = 64 * 2**10
 """Tensors up to this size are always copied, even if no step has written them."""
 
-LENT = ("builtins", "itertools", "torch.utils.data.dataloader")
+LENT = ("builtins", "itertools", "torch.utils.data.dataloader", __name__)
 """Modules of iterators that repeat the items of a trial. Others may have methods of their own."""
 
 _TwisterMemory = ctypes.c_char * (625 * 4)
@@ -230,13 +230,15 @@ def preserved(model: nn.Module) -> Iterator[None]:
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     state = StepState(model, parameters[0][0].device if parameters else torch.device("cpu"))
     state.take()
-    undo = [
-        _lend(vars(module), name)
+    lent = [
+        (vars(module), name, _Lent(value))
         for module in model.modules()
         if has_user_state(type(module))
         for name, value in list(vars(module).items())
         if isinstance(value, Iterator) and type(value).__module__ in LENT
     ]
+    for attributes, name, iterator in lent:
+        attributes[name] = iterator
     modes = [(module, module.training) for module in model.modules()]
     for parameter, _, _ in parameters:
         parameter.grad = None
@@ -248,25 +250,28 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for parameter, gradient, requires_grad in parameters:
             parameter.requires_grad = requires_grad  # unlike the method, for lazy ones too
             parameter.grad = gradient
-        for give_back in undo:
-            give_back()
+        for attributes, name, iterator in lent:
+            attributes[name] = iterator.rest
         state.restore(parameters=False)  # last, because it may raise
 
 
-def _lend(attributes: dict[str, Any], name: str) -> Undo:
-    """Replace an iterator by one with the same items, until the returned function is called."""
-    original = attributes[name]
-    lent, kept = itertools.tee(original)
-    is_used = False
+class _Lent:
+    """Takes the place of an iterator in a trial. A copy of the model shares it."""
 
-    def items() -> Iterator[Any]:
-        nonlocal is_used
-        for item in lent:
-            is_used = True
-            yield item
+    def __init__(self, original: Iterator[Any]) -> None:
+        self._items, self._kept = itertools.tee(original)
+        self.rest = original  # the iterator to put back, which returns all items again
 
-    attributes[name] = items()
-    return lambda: attributes.update({name: kept if is_used else original})
+    def __iter__(self) -> _Lent:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        self.rest = self._kept
+        return item
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Lent:
+        return self
 
 
 def random_states(devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> list[Undo]:

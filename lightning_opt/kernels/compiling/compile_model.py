@@ -10,7 +10,6 @@ import torch
 
 from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.modules.compiling import CLOCK
-from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report, Verdict
 from lightning_opt.kernels.compiling.regions import EAGER, CompileOptions, Region
@@ -117,7 +116,6 @@ class CompileModel(RunCallback):
         self.scope = check_one_of("scope", scope, SCOPES)
         self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
         self.regions: list[Region] = []
-        self._patches = Patches()
         self._reset()
 
     def _reset(self) -> None:
@@ -184,7 +182,7 @@ class CompileModel(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Restore ``forward`` of the modules."""
         self._report = self.report()
-        self._patches.close()
+        super().release(trainer)
         self.regions = []
 
     # --- steps ----------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_opt.core.arguments import check_at_least, check_one_of
-from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -71,7 +70,6 @@ class Runtime(RunCallback):
         self.allocator = allocator
         self.threads = None if threads is None else check_at_least("threads", threads, 1)
         self._rows: list[dict[str, Any]] = []
-        self._undo = Patches()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Apply all settings."""
@@ -84,7 +82,7 @@ class Runtime(RunCallback):
                 continue
             note = ""
             try:
-                self._undo.callback(apply(value, trainer.strategy.root_device))
+                self._patches.callback(apply(value, trainer.strategy.root_device))
             except NotSetError as error:
                 note = str(error)
             except RuntimeError as error:
@@ -95,10 +93,6 @@ class Runtime(RunCallback):
     def report(self) -> Report:
         """Return the settings, and the reasons why some were not set."""
         return Report("Runtime", self._rows)
-
-    def release(self, trainer: pl.Trainer) -> None:
-        """Restore all settings, and keep the report."""
-        self._undo.close()
 
 
 # --- settings -------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from lightning_opt.core.modules.compiling import (
     run_eagerly,
 )
 from lightning_opt.core.modules.lazy import raise_if_lazy
-from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.trial import TrialStep, prepare_batch
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -163,7 +162,6 @@ class ActivationCheckpointing(RunCallback):
         self._step_plans: list[StepPlan] = []
         self._applied = AppliedPlan([])
         self._offload: Offload | None = None
-        self._patches = Patches()
 
     @property
     def needs_operators(self) -> str:
@@ -225,7 +223,7 @@ class ActivationCheckpointing(RunCallback):
             return
         self._offload = Offload()
         step = self._offload.around(pl_module, pl_module.training_step)
-        self._patches.enter_context(replaced(pl_module, training_step=step))
+        self._replace(pl_module, training_step=step)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -297,7 +295,7 @@ class ActivationCheckpointing(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the modules' ``forward`` and ``training_step``."""
-        self._patches.close()
+        super().release(trainer)
         self._offload = None
         self._applied.undo()
 

@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.measure.reading import Schedule
-from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -60,7 +59,6 @@ class GarbageCollection(RunCallback):
         self._schedule = Schedule(every_n_steps)
         self._batches = 0
         self._freezes = False
-        self._undo = Patches()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Turn off automatic collection, collect, and freeze."""
@@ -68,12 +66,12 @@ class GarbageCollection(RunCallback):
         self._batches = 0
         if gc.isenabled():
             gc.disable()
-            self._undo.callback(gc.enable)
+            self._patches.callback(gc.enable)
         gc.collect()
         self._freezes = gc.get_freeze_count() == 0
         if self._freezes:
             gc.freeze()
-            self._undo.callback(gc.unfreeze)
+            self._patches.callback(gc.unfreeze)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Count the batch, and collect if a collection is due."""
@@ -95,7 +93,3 @@ class GarbageCollection(RunCallback):
             collected = gc.collect()
             pause = perf_counter() - start
             log_scalars(trainer, {"gc/pause_ms": 1e3 * pause, "gc/collected": float(collected)})
-
-    def release(self, trainer: pl.Trainer) -> None:
-        """Unfreeze, and restore automatic collection."""
-        self._undo.close()
