@@ -44,7 +44,7 @@ quick: $(INSTALLED) ## tests that neither train nor start a process, in one minu
 # The second pass leaves out the settings of clipping rules, which use torch alone.
 test: $(INSTALLED) ## all tests and the doctests of the package, some of them with pytorch_lightning too
 	$(PYTEST) -n $(WORKERS) --maxprocesses 9
-	LIGHTNING=pytorch_lightning $(PYTEST) -n logical --maxprocesses 9 -m 'not settings' -k 'test_contracts or single or ddp' tests/test_contracts.py tests/test_matrix.py
+	LIGHTNING=pytorch_lightning $(PYTEST) -n logical --maxprocesses 9 -m 'not settings' -k 'resumes or unchanged or ddp' tests/test_contracts.py 'tests/test_matrix.py::test_cells_are_as_recorded[ddp]'
 
 lint: $(INSTALLED) ## ruff (rules and format), and no editor metadata in notebooks
 	$(BIN)/ruff check .

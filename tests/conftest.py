@@ -67,6 +67,7 @@ def _prepare() -> None:
     importlib.import_module("tests.helpers.trainers")
 
 
+@pytest.hookimpl(trylast=True)  # after others have removed items
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
@@ -88,22 +89,27 @@ def _slow_files_first(items: list[pytest.Item], workers: int) -> list[pytest.Ite
     """Order tests so that each worker begins with its share of the files that hold slow tests.
 
     ``--dist worksteal`` gives each worker one contiguous part. Quick tests remain for the end, when
-    workers take tests from each other.
+    workers take tests from each other. No file of slow tests is in two parts: each worker would
+    start the processes that its tests share.
     """
     files: dict[Any, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    slow, quick = [], []
+    parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    quick: list[pytest.Item] = []
     for tests in files.values():
         is_slow = any(
             test.get_closest_marker("slow") or test.get_closest_marker("distributed")
             for test in tests
         )
-        (slow if is_slow else quick).append(tests)
-    parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for tests in slow + quick:
-        min(parts, key=len).extend(tests)
-    return [item for part in parts for item in part]
+        (min(parts, key=len) if is_slow else quick).extend(tests)
+    ordered: list[pytest.Item] = []
+    for number, slow in enumerate(parts):
+        size = (len(items) - len(ordered)) // (workers - number)  # as pytest-xdist divides them
+        added = max(size - len(slow), 0)
+        ordered += slow + quick[:added]
+        del quick[:added]
+    return ordered
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -222,6 +222,9 @@ loads_packages = pytest.mark.skipif(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_quantization_gives_the_same_bits(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Without inductor's own tests of the compiler, which take half of the time.
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # in the process that compiles
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     # Beside other tests, a process of low priority takes ten times as long.
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     compiled, eager = Quantizer(4, 128), Quantizer(4, 128)
