@@ -123,14 +123,15 @@ class Snapshot:
     @torch.no_grad()
     def take(self, trainer: pl.Trainer, tensors: Mapping[str, Tensor]) -> None:
         """Copy the current state; ``tensors`` are the model's parameters and buffers by name."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         live = {
-            # The keys of an optimizer's state are the parameters themselves, not copies.
+            # Keys are not copied: parameters here, schedulers below.
             "states": [dict(optimizer.state) for optimizer in trainer.optimizers],
             "groups": [
                 [{key: g[key] for key in g if key != "params"} for g in own.param_groups]
                 for own in trainer.optimizers
             ],
-            "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+            "schedulers": {scheduler: scheduler.state_dict() for scheduler in schedulers},
             "precision": trainer.precision_plugin.state_dict(),
         }
         self._held = {}  # free the old snapshot before the copy
@@ -148,7 +149,13 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, trainer: pl.Trainer, tensors: Mapping[str, Tensor]) -> None:
-        """Restore everything, in place where possible, and remove all gradients."""
+        """Restore everything, in place where possible, and remove all gradients.
+
+        Learning rates stay as they are if their schedulers are newer than the snapshot, as that of
+        StochasticWeightAveraging is.
+        """
+        schedulers = self._held["schedulers"]
+        is_same_schedule = [*schedulers] == [c.scheduler for c in trainer.lr_scheduler_configs]
         for name, saved in self._held["tensors"].items():
             if name in tensors:
                 tensors[name].grad = None
@@ -163,11 +170,10 @@ class Snapshot:
                 optimizer.state[key] = copy_back(saved, optimizer.state.get(key), like)
             # Groups that were added after the snapshot keep their settings.
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
-                for key, saved in settings.items():
-                    group[key] = copy_back(saved, group.get(key))
-        configs = trainer.lr_scheduler_configs
-        for config, saved in zip(configs, self._held["schedulers"], strict=True):
-            config.scheduler.load_state_dict(copy.deepcopy(saved))
+                for key in settings if is_same_schedule else ():
+                    group[key] = copy_back(settings[key], group.get(key))
+        for scheduler, saved in schedulers.items():
+            scheduler.load_state_dict(copy.deepcopy(saved))
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._held["precision"]))
         if isinstance(trainer.strategy, CustomExchange):
             trainer.strategy.reset_residuals()  # residuals belong to the replaced weights

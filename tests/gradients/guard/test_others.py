@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_opt as lo
@@ -170,6 +172,35 @@ def test_rollback_keeps_a_group_that_is_newer_than_the_snapshot() -> None:
     assert [group["lr"] for group in model.trainer.optimizers[0].param_groups] == [0.02, 0.5]
     assert all_finite(model)
     assert model.added != 1.0
+
+
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_rollback_keeps_rates_of_a_scheduler_that_is_newer_than_the_snapshot(
+    has_scheduler: bool,
+) -> None:
+    class Scheduled(FaultyNet):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
+            return [optimizer], [StepLR(optimizer, 1)] if has_scheduler else []
+
+        def fault_of(self, number: int) -> str | None:
+            return super().fault_of(number) if self.current_epoch == 2 else None
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    found = []
+    for faults in ({}, {1: "nan"}):
+        rates: list[float] = []
+        guard = lo.NonFiniteGuard(
+            "rollback", rollback_after=1, lr_backoff=1.0, snapshot_every_n_steps=100
+        )
+        averaging = StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=4)
+        model = fit(Scheduled(faults), guard, averaging, max_epochs=5)
+        found.append(rates)
+        assert [event["action"] for event in guard.events] == ["rollback"] * len(faults)
+        assert all_finite(model)
+    assert found[0] == found[1]
 
 
 class Quantized(Tensor):
