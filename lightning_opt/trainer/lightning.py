@@ -95,6 +95,7 @@ BatchSizeFinder = _both(pl.callbacks.BatchSizeFinder)
 Checkpoint = _both(pl.callbacks.Checkpoint)
 EarlyStopping = _both(pl.callbacks.EarlyStopping)
 GradientAccumulationScheduler = _both(pl.callbacks.GradientAccumulationScheduler)
+LearningRateFinder = _both(pl.callbacks.LearningRateFinder)
 
 DDPStrategy = _both(pl.strategies.DDPStrategy)
 DeepSpeedStrategy = _both(pl.strategies.DeepSpeedStrategy)

@@ -30,6 +30,7 @@ from lightning_opt.trainer.lightning import (
     BatchSizeFinder,
     DeepSpeedStrategy,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     package_of,
 )
 from lightning_opt.trainer.run_callback import RunCallback, has_step_hooks
@@ -152,9 +153,13 @@ class DynamicBatchSize(RunCallback):
                 "Accumulation and DynamicBatchSize both set the samples per step. Remove "
                 "Accumulation's schedule or effective_batch; scale_lr allows a schedule."
             )
-        if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        finders: list[Any] = [c for c in callbacks if isinstance(c, BatchSizeFinder)]
+        if self.scale_lr is not None:  # it would scale a rate that was found for the new size
+            finders += [c for c in callbacks if isinstance(c, LearningRateFinder)]
+        if finders:
             raise ValueError(
-                "BatchSizeFinder and DynamicBatchSize both set the batch size. Remove one of them."
+                f"{type(finders[0]).__name__} and DynamicBatchSize both set the batch size or the "
+                "learning rate. Remove one of them, or scale_lr beside LearningRateFinder."
             )
         if self.scale_lr is not None:
             return

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,8 +290,18 @@ class Trials:
         """Replace the objects that a run changes, until ``stack`` closes. Return the model copy."""
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         model: pl.LightningModule
-        originals = module, self._callbacks, strategy.precision_plugin  # with its loss scale
-        model, callbacks, precision = _copy_or_share(originals, self._shared)
+        # A copy shares compiled methods, which train the original. Trials run them uncompiled.
+        uncompiled = [
+            (part, name, method)
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if isinstance(method := getattr(value, "_torchdynamo_orig_callable", 0), MethodType)
+        ]
+        # The precision plugin has a loss scale.
+        originals = module, self._callbacks, strategy.precision_plugin, uncompiled
+        model, callbacks, precision, uncompiled = _copy_or_share(originals, self._shared)
+        for copied in uncompiled:
+            setattr(*copied)
         model.trainer = trainer  # a copy of a LightningModule has no Trainer
         for parameter in model.parameters():
             if not parameter.is_leaf:  # torch copies parameters of scripted modules with a graph

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -415,8 +415,9 @@ def test_incompatible_settings_raise():
             both = [lo.Accumulation(**window), lo.DynamicBatchSize(**rule)][::order]
             with pytest.raises(ValueError, match="both set the samples"):
                 quiet_trainer(callbacks=both).fit(Net(), loader_of())
-    both = [lo.DynamicBatchSize(**free), BatchSizeFinder()]
-    with pytest.raises(ValueError, match="BatchSizeFinder"):
-        quiet_trainer(callbacks=both).fit(FromHooks())
+    for finder in (BatchSizeFinder(), LearningRateFinder()):
+        both = [lo.DynamicBatchSize(**free), finder]
+        with pytest.raises(ValueError, match=type(finder).__name__):
+            quiet_trainer(callbacks=both).fit(FromHooks())
     both = [lo.Accumulation(2), lo.DynamicBatchSize(**free)]
     quiet_trainer(callbacks=both).fit(Net(), loader_of())

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.batching.batch_size import search
-from lightning_opt.batching.batch_size.trials import Trials
+from lightning_opt.batching.batch_size.trials import TrialCallback, Trials
 from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.measure.memory import MB
 from tests.batching.nets import run_out
@@ -245,6 +245,50 @@ def test_trials_average_weights_and_do_not_retry_batches(monkeypatch):
     found = lo.find_batch_size(trainer, Lengths(), loader_of(400), budget_mb=10**6)
     assert found.largest in range(120, 126)  # 125 samples of 8 are 1000 elements
     assert updates
+
+
+class Unlogged(Wide):
+    """`self.log` cannot be compiled."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(rows)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).mean()
+
+
+def compile_model(model: Unlogged) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compile_call(model: Unlogged) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compile_layer(model: Unlogged) -> Any:
+    model.first = torch.compile(model.first, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiles", [compile_model, compile_call, compile_layer])
+def test_trials_train_the_copy_of_a_compiled_model(compiles, monkeypatch):
+    """And so the memory of its gradients and of the optimizer's state counts."""
+    original, steps = Unlogged(), []
+
+    def end(probe: TrialCallback, trainer: Any, copied: Any, *args: Any) -> None:
+        steps.append(all(p.grad is not None for p in copied.parameters()))
+        assert all(p.grad is None for p in original.parameters())
+        on_train_batch_end(probe, trainer, copied, *args)
+
+    on_train_batch_end = TrialCallback.on_train_batch_end
+    monkeypatch.setattr(TrialCallback, "on_train_batch_end", end)
+    callback = lo.DynamicBatchSize(budget_mb=10**6, max_size=16, scale_lr="linear")
+    trainer = quiet_trainer(callbacks=[callback], max_epochs=1)
+    trainer.fit(compiles(original), loader_of(64))
+    assert steps
+    assert all(steps)
+    assert (callback.size, trainer.global_step) == (16, 4)
 
 
 def longest(samples: int) -> list[Tensor]:
