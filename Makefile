@@ -51,7 +51,7 @@ lint: $(INSTALLED) ## ruff (rules and format), and no editor metadata in noteboo
 	$(BIN)/ruff format --check .
 	find examples -name '*.ipynb' -not -path '*/.*' -exec $(BIN)/nbstripout --keep-output --keep-id --verify {} +
 
-types: $(INSTALLED) ## mypy, strict, on the package
+types: $(INSTALLED) ## mypy: the package strictly, and names and arguments in benchmarks
 	$(BIN)/mypy
 
 imports: $(INSTALLED) ## import-linter: the allowed imports between packages

@@ -56,7 +56,7 @@ class Sequences(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self.batches, batch_size=None)
 
 
 def some_batches(draw: random.Random, count: int) -> list[dict[str, Tensor]]:

@@ -397,7 +397,7 @@ class Layers(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self.batches, batch_size=None)
 
 
 def regrow(kind: str, steps: int, queue: Any) -> None:

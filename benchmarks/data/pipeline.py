@@ -165,7 +165,7 @@ def tune(dataset: Items, device: str) -> tuple[LoaderSettings, float, lo.Report]
         plain(*arguments)
         seconds += time.perf_counter() - start
 
-    tuner._tune_or_reuse = timed  # type: ignore[method-assign]
+    tuner._tune_or_reuse = timed
     trainer(device, tuner, Stop()).fit(Net(), loader)
     del tuner._tune_or_reuse
     assert tuner.chosen is not None, tuner.report().notes
@@ -185,7 +185,7 @@ def time_items(dataset: Items, items: int) -> list[dict[str, Any]]:
     rows.append({"item": "uncached", "µs": per_item(dataset.__getitem__)})
     with TemporaryDirectory() as folder:
         for storage, where in (("memory", {}), ("disk", {"key": "v1", "folder": folder})):
-            cache = lo.CachedDataset(dataset, 50_000_000, storage=storage, **where)  # type: ignore[arg-type]
+            cache = lo.CachedDataset(dataset, 50_000_000, storage=storage, **where)
             first = per_item(cache.__getitem__)
             again = statistics.median(per_item(cache.__getitem__) for _ in range(5))
             rows += [
@@ -210,7 +210,7 @@ def main() -> None:
     ):
         steps = sorted({0, 1, *(2**i for i in range(1, 10) if 2**i <= most), most})
         chosen, tuning, table = tune(dataset, device)
-        best, gridding, settings = search_grid(dataset, steps, seconds, device)  # type: ignore[arg-type]
+        best, gridding, settings = search_grid(dataset, steps, seconds, device)
         rates: dict[str, list[float]] = {"default": [], "grid": [], "tuner": []}
         for _ in range(rounds):
             for kind, one in (("default", LoaderSettings()), ("grid", best), ("tuner", chosen)):

@@ -53,6 +53,9 @@ HIGHEST: dict[str, float] = {"SGD": 3.0, "Adam": 0.3, "AdamW": 0.3, "preconditio
 class Problem(L.LightningModule):
     """A network with its data, and the loss on a fixed batch as score."""
 
+    name: str
+    length: int
+    """Steps."""
     far = 1.0
     """Distance of the parameters from their optimum relative to usual; scales Adam's rates."""
 
@@ -222,7 +225,7 @@ def train(kind: type[Problem], optimizer: str, ours: bool, lr: float, steps: int
     for seed in range(SEEDS):
         problem, curve = kind(optimizer, lr, steps, seed), Curve(steps)
         callbacks = [lo.CurvaturePreconditioner()] if ours else []
-        loader = DataLoader(problem.batches(), batch_size=None)  # type: ignore[arg-type]
+        loader = DataLoader(problem.batches(), batch_size=None)
         quiet_trainer(max_epochs=1, callbacks=[*callbacks, curve]).fit(problem, loader)
         gc.collect()  # Trainer and model know each other
         curves.append(curve)
@@ -319,7 +322,7 @@ def cost(quick: bool) -> list[dict[str, Any]]:
                 model, batches = make()
                 quiet_trainer(max_epochs=1, callbacks=[times, *more]).fit(
                     model, DataLoader(batches, batch_size=None)
-                )  # type: ignore[arg-type]
+                )
             base = statistics.median(plain.seconds[1:])
             # The first step also makes the optimizer's state.
             estimating = statistics.median(ours.seconds[10::10])

@@ -131,7 +131,7 @@ def main() -> None:
         publish("gpt_step", lo.Report(title, rows, notes), arguments, complete=complete)
 
     settings = {"rounds": rounds, "steps": steps, "options": options}
-    time_steps(module, candidates, **settings, after_round=write)  # type: ignore[arg-type]
+    time_steps(module, candidates, **settings, after_round=write)
     waits = {kind: start.waits for kind, start in starts.items() if start.waits}
     if waits:
         sys.exit(f"The host waits for the device: {waits}")

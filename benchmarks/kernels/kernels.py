@@ -109,7 +109,7 @@ class StepMemory(L.Callback):
             self._floor = torch.cuda.memory_allocated()
         else:
             # Allocate each tensor in its own pages and return free memory: the peak starts low.
-            libc_function("mallopt")(M_MMAP_THRESHOLD, 2**16)  # type: ignore[misc]
+            libc_function("mallopt")(M_MMAP_THRESHOLD, 2**16)
             malloc_trim()
             self._floor = resident_memory()
         self._meter = PeakMeter(module.device)

@@ -324,7 +324,9 @@ def measure(
     profile = profile_step(runner, find_blocks(step.model))
     unchecked = profile.unchecked_peak + profile.reserve
     budgets = (0.3, 0.5) if name in OTHERS else BUDGETS
-    outcomes = {f"auto, {budget}": plan_step(profile, budget * unchecked) for budget in budgets}
+    outcomes = {
+        f"auto, {budget}": plan_step(runner, profile, budget * unchecked) for budget in budgets
+    }
     plans |= {label: described(outcome.plan) for label, outcome in outcomes.items()}
     calls = {label: step.candidate(plan) for label, plan in plans.items()}
     for call in calls.values():  # a selective policy records operators in its first step

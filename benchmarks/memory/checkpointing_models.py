@@ -156,7 +156,7 @@ def vit(quick: bool) -> tuple[nn.Module, Tensor]:
         num_hidden_layers=12,
         num_attention_heads=3,
         intermediate_size=768,
-        num_labels=10,
+        num_labels=10,  # type: ignore[call-arg] # of the base class
     )
     return OfTransformers(ViTForImageClassification(settings)), torch.randn(4, 3, 96, 96)
 

@@ -121,7 +121,7 @@ class GPTStep(Step):
         self()
         runner = StepRunner(self, torch.device(self.device))
         profile = profile_step(runner, find_blocks(self.model))
-        return plan_step(profile, 0.5 * (profile.unchecked_peak + profile.reserve)).plan
+        return plan_step(runner, profile, 0.5 * (profile.unchecked_peak + profile.reserve)).plan
 
     def loss(self) -> Tensor:
         with torch.autocast(self.device.split(":")[0], torch.bfloat16):

@@ -31,7 +31,7 @@ from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.batch_plan import plan_step
 from lightning_opt.memory.checkpointing.policies import Plan, make_plan, recompute
 from lightning_opt.memory.checkpointing.selective import OperatorKey
-from lightning_opt.memory.checkpointing.step_profile import StepRunner, profile_step
+from lightning_opt.memory.checkpointing.step_profile import StepProfile, StepRunner, profile_step
 
 POLICIES = {"every_layer": None, "every_nth": 3, "block": 3, "sqrt": None, "selective": None}
 BUDGETS = (0.5, 0.7, 0.85)
@@ -82,8 +82,10 @@ class ModelStep(Step):
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
-    def profile(self) -> Any:
-        return profile_step(StepRunner(self, torch.device("cpu")), find_blocks(self.model))
+        self.runner = StepRunner(self, torch.device("cpu"))
+
+    def profile(self) -> StepProfile:
+        return profile_step(self.runner, find_blocks(self.model))
 
 
 def operators_of(keys: frozenset[OperatorKey]) -> list[Any]:
@@ -132,7 +134,7 @@ def compare_with_torch(name: str, step: ModelStep, rounds: int) -> list[dict[str
     blocks, profile = find_blocks(step.model), step.profile()
     unchecked = profile.unchecked_peak + profile.reserve
     plans = {policy: make_plan(policy, blocks, n) for policy, n in POLICIES.items()}
-    plans["auto, half"] = plan_step(profile, 0.5 * unchecked).plan
+    plans["auto, half"] = plan_step(step.runner, profile, 0.5 * unchecked).plan
     kept = frozenset(known.key for known in profile.units[0].expensive)
     calls = {"none": step.under([])}
     for policy, plan in plans.items():
@@ -162,7 +164,7 @@ def compare_with_all_plans(name: str, step: ModelStep, rounds: int) -> list[dict
         for unit in profile.units
     ]  # fmt: skip
     plans = [[group for group in groups if group] for groups in itertools.product(*choices)]
-    peaks = [profile.runner.peak(plan) for plan in plans]
+    peaks = [step.runner.peak(plan) for plan in plans]
     calls = {str(number): partial(step.under(plan), step) for number, plan in enumerate(plans)}
     quickest = {
         number: min(seconds)
@@ -171,7 +173,7 @@ def compare_with_all_plans(name: str, step: ModelStep, rounds: int) -> list[dict
     rows = []
     for budget in BUDGETS:
         limit = budget * (profile.unchecked_peak + profile.reserve)
-        found = plan_step(profile, limit)
+        found = plan_step(step.runner, profile, limit)
         within = [n for n in quickest if peaks[int(n)] + profile.reserve <= limit]
         if not found.fits or not within:
             row = {"model": name, "budget": budget, "plans": len(plans), "plans in budget": 0}

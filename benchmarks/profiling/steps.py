@@ -96,7 +96,7 @@ class Turns(L.Callback):
     def __init__(self, device: str) -> None:
         self.device, self.seconds = device, {False: [], True: []}
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, module: L.LightningModule) -> None:
         loop, ours, nothing = trainer.fit_loop.epoch_loop, trainer.profiler, PassThroughProfiler()
         advance, turn = loop.advance, 0
 
@@ -121,7 +121,7 @@ class Turns(L.Callback):
 
         vars(loop)["advance"] = timed
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, module: L.LightningModule) -> None:
         vars(trainer.fit_loop.epoch_loop).pop("advance")
 
 

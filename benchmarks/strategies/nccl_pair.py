@@ -29,7 +29,7 @@ def make_model(size: str) -> Language:
 
 
 def make_data(size: str) -> DataLoader[Any]:
-    return DataLoader([GPT(size).batch(4, "cpu")] * 1000, batch_size=None)  # type: ignore[arg-type]
+    return DataLoader([GPT(size).batch(4, "cpu")] * 1000, batch_size=None)
 
 
 def settings(accelerator: str, compressor: str | None) -> dict[str, Any]:

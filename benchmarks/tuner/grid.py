@@ -125,7 +125,7 @@ class Recipe:
             return DataLoader(Items(self.name), batch_size=32)
         tiny = self.name in MODELS[3:]
         model = TinyMLP() if tiny else Learner(self.name, size, Parts())
-        return DataLoader(Batches(model), batch_size=None) if self.data else model  # type: ignore[arg-type]
+        return DataLoader(Batches(model), batch_size=None) if self.data else model
 
 
 class Exhaustive(Search):

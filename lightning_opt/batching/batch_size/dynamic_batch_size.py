@@ -153,9 +153,9 @@ class DynamicBatchSize(RunCallback):
                 "Accumulation and DynamicBatchSize both set the samples per step. Remove "
                 "Accumulation's schedule or effective_batch; scale_lr allows a schedule."
             )
-        finders: list[Any] = [c for c in callbacks if isinstance(c, BatchSizeFinder)]
-        if self.scale_lr is not None:  # it would scale a rate that was found for the new size
-            finders += [c for c in callbacks if isinstance(c, LearningRateFinder)]
+        # scale_lr would scale a rate that was found for the new size.
+        rate_finder: Any = () if self.scale_lr is None else LearningRateFinder
+        finders = [c for c in callbacks if isinstance(c, (BatchSizeFinder, rate_finder))]
         if finders:
             raise ValueError(
                 f"{type(finders[0]).__name__} and DynamicBatchSize both set the batch size or the "

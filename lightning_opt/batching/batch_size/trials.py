@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +34,7 @@ from lightning_opt.core.measure.exhaustion import (
     recover_memory,
 )
 from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.modules.compiling import original_of
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import largest_over_ranks
@@ -252,9 +252,8 @@ class Trials:
             probe = TrialCallback(size, length, self._meter, worst_batch, stack)
             stack.enter_context(isolated_random(device))
             stack.enter_context(preserved(self._module))  # hooks of the copy may refer to it
-            lightning_log = rank_zero.log
-            stack.callback(lightning_log.setLevel, lightning_log.level)
-            lightning_log.setLevel(logging.WARNING)  # hides messages that each trial repeats
+            stack.callback(rank_zero.log.setLevel, rank_zero.log.level)
+            rank_zero.log.setLevel(logging.WARNING)  # hides messages that each trial repeats
             model = self._replace_run_state(stack, probe)
             try:
                 trainer._run(model)
@@ -295,7 +294,7 @@ class Trials:
             (part, name, method)
             for part in module.modules()
             for name, value in vars(part).items()
-            if isinstance(method := getattr(value, "_torchdynamo_orig_callable", 0), MethodType)
+            if hasattr(method := original_of(value), "__self__")
         ]
         # The precision plugin has a loss scale.
         originals = module, self._callbacks, strategy.precision_plugin, uncompiled

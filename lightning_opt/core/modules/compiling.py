@@ -19,8 +19,7 @@ def is_compiled(module: nn.Module) -> bool:
     return (
         hooks_are_compiled(module)
         or any(forward.is_compiled for forward in forwards_of(module))
-        # module.forward = torch.compile(...)
-        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+        or original_of(getattr(module, "forward", None)) is not None
     )
 
 
@@ -35,7 +34,12 @@ def _uses_compiled_function(module: nn.Module) -> bool:
     for method in methods:
         names = getattr(getattr(method, "__code__", None), "co_names", ())
         values += [method.__globals__.get(name) for name in names]  # type: ignore[union-attr]
-    return any("_torchdynamo_orig_callable" in getattr(value, "__dict__", ()) for value in values)
+    return any(original_of(value) is not None for value in values)
+
+
+def original_of(function: Any) -> Any:
+    """Return the function that ``torch.compile`` has compiled to this one; None for others."""
+    return getattr(function, "__dict__", {}).get("_torchdynamo_orig_callable")
 
 
 def is_checkpointed(module: nn.Module) -> bool:
