@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import Groups, flat_parameter_groups
 from lightning_opt.core.numerics.norms import (
     GradientNorms,
@@ -97,7 +96,6 @@ class GradientCallback(RunCallback):
         self._next_reuses = False
         # By optimizer. The next callback removes the entry it uses, so that gradients can be freed.
         self._measurements: dict[int, GradientStep] = {}
-        self._hooks = Patches()
         self._was_called = self._has_warned = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -126,7 +124,7 @@ class GradientCallback(RunCallback):
             hook = type(last).on_before_optimizer_step
             self._measured_by = last if hook.__module__.startswith("lightning_opt.") else None
         for optimizer in [] if self._earlier else filter(has_step_hooks, trainer.optimizers):
-            self._hooks.callback(optimizer.register_step_post_hook(self._warn_if_unseen).remove)
+            self._patches.callback(optimizer.register_step_post_hook(self._warn_if_unseen).remove)
 
     def _warn_if_unseen(self, optimizer: Optimizer, *_: Any) -> None:
         """Warn once if the optimizer has stepped without ``on_before_optimizer_step``."""
@@ -157,7 +155,7 @@ class GradientCallback(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Drop references to the model."""
-        self._hooks.close()
+        super().release(trainer)
         self.names, self._held, self._flat = {}, {}, {}
         self._earlier, self._measured_by, self._next_reuses = [], None, False
         self.barriers, self._measurements = {}, {}

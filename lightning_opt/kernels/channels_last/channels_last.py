@@ -11,7 +11,6 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import check_one_of
-from lightning_opt.core.modules.patching import Patches
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.layouts import same_layout, with_strides
@@ -75,7 +74,6 @@ class ChannelsLast(RunCallback):
     def __init__(self, policy: Policy = "auto") -> None:
         self.policy = check_one_of("policy", policy, get_args(Policy))
         self._convolutions: Convolutions | None = None
-        self._hooks = Patches()
         self._decision: dict[str, str] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -120,12 +118,12 @@ class ChannelsLast(RunCallback):
         convolutions = self._convolutions
         if convolutions is None:
             return
-        self._hooks.close()
+        self._patches.close()  # validation starts within a fit
         for optimizer in trainer.optimizers:
             saving = optimizer.register_state_dict_post_hook(convolutions.restore_saved_state)
             loading = optimizer.register_load_state_dict_post_hook(convolutions.align_state)
-            self._hooks.callback(saving.remove)
-            self._hooks.callback(loading.remove)
+            self._patches.callback(saving.remove)
+            self._patches.callback(loading.remove)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -135,7 +133,7 @@ class ChannelsLast(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Restore the weights and the optimizers."""
-        self._hooks.close()
+        super().release(trainer)
         if self._convolutions is not None:
             self._convolutions.restore(trainer.optimizers)
         self._convolutions = None
