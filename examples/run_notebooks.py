@@ -33,9 +33,11 @@ def execute(
             cell.source = cell.source.replace(old, new)
     resources = {"metadata": {"path": str(HERE)}}
     client = nbclient.NotebookClient(notebook, km=kernel, timeout=500, resources=resources)
-    client.execute()
-    if kernel is not None:
-        client.kc.stop_channels()
+    try:
+        client.execute()
+    finally:
+        if kernel is not None:
+            client.kc.stop_channels()
     for number, cell in enumerate(notebook.cells):
         cell.metadata, cell.id = {}, str(number)
         if cell.cell_type == "code":

@@ -46,7 +46,6 @@ SHORTER = {
     "05_let_the_tuner_decide.ipynb": {
         '["fused", "one_thread"]': '["fused"]',
         '"checkpointing",': "",
-        "batch_size=32": "batch_size=16",
         "text =": "from lightning_opt.tuner import trials; trials.MAX_ROUNDS = 2\ntext =",
         'budget="15s"': "budget=1",
         'budget="2m"': 'budget="1h"',
