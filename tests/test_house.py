@@ -52,7 +52,7 @@ def test_no_file_is_longer_than_400_lines():
 
 def test_lines_of_code_are_within_the_limit():
     """Remove code to add code, or decide to raise the limit."""
-    assert sum(code_lines(file.read_text()) for file in FILES) <= 20_241
+    assert sum(code_lines(file.read_text()) for file in FILES) <= 20_245
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=str)

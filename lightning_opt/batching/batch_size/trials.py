@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -36,7 +36,7 @@ from lightning_opt.core.measure.exhaustion import (
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.compiling import original_of
 from lightning_opt.core.modules.patching import do_nothing, replaced
-from lightning_opt.core.modules.preserve import isolated_random, preserved
+from lightning_opt.core.modules.preserve import isolated_random, preserved, restorer_of
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import SilentLogger
 from lightning_opt.core.output.loggers import HISTORIES, History
@@ -95,10 +95,9 @@ class TrialCallback(BaseCallback):
 
     def set_size(self, loader: Any) -> None:
         self.loader_size = check_loader(loader)
-        for part in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                self.stack.callback(generator.set_state, generator.get_state())
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        parts = SimpleNamespace(generator=loader.generator), loader.sampler, inner, loader.dataset
+        self.stack.callback(restorer_of(*parts))
         self.samples = samples_of(loader)
         if not self.samples:
             raise ValueError("The training loader has no samples, so no batch size can be tried.")

@@ -255,6 +255,14 @@ def preserved(model: nn.Module) -> Iterator[None]:
         state.restore(parameters=False)  # last, because it may raise
 
 
+def restorer_of(*objects: Any) -> Undo:
+    """Return a function that restores counters, generators, collections and small tensors."""
+    state = StepState(nn.Module(), torch.device("cpu"))
+    for one in objects:
+        state._save_attributes(getattr(one, "__dict__", {}), set())
+    return state.restore
+
+
 class _Lent:
     """Takes the place of an iterator in a trial. A copy of the model shares it."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.batching.batch_size import search
@@ -143,6 +144,45 @@ def test_search_has_no_side_effects(tmp_path, request):
     assert list(tmp_path.iterdir()) == []
     assert trainer.fit_loop.state_dict() == loops
     assert trainer.global_step == 0
+
+
+class OwnOrder(Sampler[int]):
+    """Shuffles by its own count of epochs and its own generator."""
+
+    def __init__(self) -> None:
+        self.epochs, self.random = 0, np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        return iter(self.random.permutation(64).tolist())
+
+
+class Augmented(Dataset[Tensor]):
+    """Draws noise from its own generator; its level rises with each item."""
+
+    def __init__(self) -> None:
+        self.items, self.random, self.level = loader_of(64).dataset, random.Random(0), 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        self.level += 1
+        item = self.items[index]
+        return [item[0] + self.random.random() + self.level, *item[1:]]
+
+
+def test_samplers_and_datasets_stay_as_they_were():
+    sampler, dataset = OwnOrder(), Augmented()
+    generators = sampler.random.bit_generator.state, dataset.random.getstate()
+
+    lo.find_batch_size(quiet_trainer(), Wide(), DataLoader(dataset, 8, sampler=sampler), max_size=8)
+
+    assert (sampler.epochs, dataset.level) == (0, 0)
+    assert (sampler.random.bit_generator.state, dataset.random.getstate()) == generators
 
 
 class Uncopyable(Wide):
