@@ -19,8 +19,8 @@ from lightning_opt.gradients.health.layer_stats import NO_GRADIENT, LayerStats
 CRITICAL, WARNING = "critical", "warning"
 
 ADVICE = {
-    "nan": "Look for log, sqrt, division or acos at the edge of their domain; activations=True names "
-    "the source module of a NaN. NonFiniteGuard skips such steps.",
+    "nan": "Look for log, sqrt, division or acos at the edge of their domain; activations=True "
+    "names the source module of a NaN. NonFiniteGuard skips such steps.",
     "inf": "Look for exp, division by small numbers, or too high a learning rate; under 16-mixed, "
     "use bf16-mixed. NonFiniteGuard skips such steps.",
     "exploding": "Add AdaptiveClipping(), lower the learning rate or lengthen its warm-up; check "
