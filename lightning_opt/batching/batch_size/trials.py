@@ -125,8 +125,7 @@ class TrialCallback(BaseCallback):
             log_value(*args, **{**kwargs, "sync_dist": False})
 
         optimization = loop.epoch_loop.automatic_optimization
-        run = self._end_on_all_ranks(optimization.run)
-        backward = self._end_on_all_ranks(pl_module.backward)
+        run, backward = map(self._end_on_all_ranks, (optimization.run, pl_module.backward))
         self.stack.enter_context(replaced(optimization, run=run))
         self.stack.enter_context(replaced(pl_module, backward=backward, log=log_locally))
         self.stack.enter_context(replaced(plugin, convert_input=convert_input))

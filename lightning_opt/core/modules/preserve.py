@@ -260,6 +260,8 @@ def restorer_of(*objects: Any) -> Undo:
     state = StepState(nn.Module(), torch.device("cpu"))
     for one in objects:
         state._save_attributes(getattr(one, "__dict__", {}), set())
+    # Large tensors, such as a dataset's cache, stay as they are.
+    state._tensors = [saved for saved in state._tensors if saved.copy is not None]
     return state.restore
 
 
